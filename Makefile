@@ -1,0 +1,49 @@
+# Everything happens in .venv; a fresh machine needs Python 3.11 to 3.13, make and nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := cluster workers dispatch graphs tests benchmarks examples
+# A plain `torch` would bring gigabytes of CUDA; this is the release that CPU results were made with.
+TORCH ?= torch==2.13.0
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: install run test test-matrix lint format types bench clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q $(TORCH)
+	$(BIN)/python -m pip install -q -e '.[test]'
+	touch $@
+
+run: install  ## the main job: complete examples/prompts.jsonl on two CPU ranks
+	$(BIN)/expert-pool generate --model examples/tiny_moe --prompts examples/prompts.jsonl --output out.jsonl --ranks 2
+
+test: install  ## the whole suite, under 10 minutes on 2 cores
+	$(BIN)/python -m pytest
+
+test-matrix: install  ## every family, layout, dispatch and limit; the suite holds a seeded sample of it
+	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest tests/test_token_equality.py
+
+lint: install
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+format: install
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+# The import name maps to the top-level folders; mypy finds them through a folder of links.
+types: install
+	mkdir -p .mypy_house/expert_pool
+	for folder in cluster workers dispatch graphs; do ln -sfn ../../$$folder .mypy_house/expert_pool/$$folder; done
+	MYPYPATH=.mypy_house $(BIN)/mypy --namespace-packages --explicit-package-bases \
+		-p expert_pool.cluster -p expert_pool.workers -p expert_pool.dispatch -p expert_pool.graphs
+
+bench: install
+	$(BIN)/python -m pip install -q -e '.[bench]'
+	$(BIN)/python benchmarks/cpu_generate.py
+
+clean:
+	rm -rf $(VENV) .mypy_house build *.egg-info

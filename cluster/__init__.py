@@ -1,0 +1,27 @@
+"""The driver side: configuration, placement, the driver actor, the Python API and the command line."""
+
+from ..dispatch.errors import CheckpointError, ConfigError, ExpertPoolError, GeometryError, PlacementError, RankError
+from ..dispatch.limits import Limits
+from ..workers.config import CacheConfig, WorkerConfig
+from ..workers.request import RankStats, SamplingParams
+from .config import PlacementConfig, PoolConfig, load_config
+from .pool import ExpertPool, PoolCompletion
+
+__all__ = [
+    "CacheConfig",
+    "CheckpointError",
+    "ConfigError",
+    "ExpertPool",
+    "ExpertPoolError",
+    "GeometryError",
+    "Limits",
+    "PlacementConfig",
+    "PlacementError",
+    "PoolCompletion",
+    "PoolConfig",
+    "RankError",
+    "RankStats",
+    "SamplingParams",
+    "WorkerConfig",
+    "load_config",
+]

@@ -1,0 +1,194 @@
+"""The command line: `expert-pool generate` and `expert-pool plan`."""
+
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import click
+from rich.console import Console
+
+from ..dispatch.errors import ConfigError, ExpertPoolError
+from ..workers.request import SamplingParams
+from .config import PoolConfig, load_config
+from .output import CompletionWriter, OutputLine
+from .pool import ExpertPool, load_tokenizer, tokenize, validate
+from .progress import GenerationProgress
+from .prompts import PromptEntry, read_prompts
+
+EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
+
+_POOL_OPTIONS = [
+    click.option(
+        "--config", "config_path", metavar="FILE", help="Pool configuration, YAML or JSON; options override it."
+    ),
+    click.option("--model", metavar="FOLDER", help="Model folder in Hugging Face format."),
+    click.option("--ranks", type=int, help="Ranks; every layer's experts are divided over them."),
+    click.option("--attn-tp-size", type=int, help="Ranks that share one batch."),
+    click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Default: the checkpoint's."),
+    click.option("--dispatch", type=click.Choice(["auto", "allgather", "alltoall"]), help="How tokens reach experts."),
+    click.option("--chunked-prefill-size", type=int, help="Prefill tokens of a batch in one step."),
+    click.option("--max-running-requests", type=int, help="Requests a batch decodes at once."),
+    click.option("--kv-cache-tokens", type=int, help="Tokens that a rank's KV cache holds."),
+    click.option("--threads", type=int, help="CPU threads of a rank."),
+]
+
+
+def _pool_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(_POOL_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Run Mixture-of-Experts language models on a pool of Ray actors, experts divided over all of them."""
+
+
+@main.command()
+@_pool_options
+@click.option("--prompts", "prompts_path", required=True, metavar="FILE", help="JSONL of prompts.")
+@click.option(
+    "--output", "output_path", required=True, metavar="FILE", help="JSONL of completions; continued if there."
+)
+@click.option("--max-new-tokens", type=int, help="For prompts that do not say. Default 128.")
+@click.option("--temperature", type=float, help="For prompts that do not say. Default 0, greedy.")
+@click.option("--top-p", type=float, help="For prompts that do not say. Default 1.")
+@click.option("--top-k", type=int, help="For prompts that do not say. Default 0, all tokens.")
+@click.option("--seed", type=int, help="For prompts that do not say.")
+@click.option("--ignore-eos", is_flag=True, default=None, help="Go on after an end-of-sequence token.")
+@click.option(
+    "--address", metavar="ADDRESS", help="Ray cluster; `local` starts one. Default: one that is found, else local."
+)
+@click.option("--placement-timeout", type=float, metavar="SECONDS", help="How long to wait for a place for every rank.")
+def generate(
+    prompts_path: str,
+    output_path: str,
+    max_new_tokens: int | None,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    seed: int | None,
+    ignore_eos: bool | None,
+    **options: Any,
+) -> None:
+    """Complete a file of prompts.
+
+    Exits with 0 when every request finished, 1 when some failed (run again to retry them), 2 when something was refused
+    before the start, 130 when interrupted. Finished requests are in the output file in each case.
+    """
+    given: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+        "ignore_eos": ignore_eos,
+    }
+    console = Console(stderr=True)
+    with _orderly_exit(console):
+        config = _pool_config(options)
+        defaults = SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        sys.exit(_generate(config, read_prompts(prompts_path, defaults), prompts_path, output_path, console))
+
+
+@main.command()
+@_pool_options
+def plan(**options: Any) -> None:
+    """Show what a pool would take. Starts nothing and reads no weights."""
+    console = Console()
+    with _orderly_exit(Console(stderr=True)):
+        from .plan_report import make_plan, print_plan
+
+        print_plan(make_plan(_pool_config(options)), console)
+
+
+def _pool_config(options: dict[str, Any]) -> PoolConfig:
+    overrides = {name: options.get(name) for name in ("model", "ranks", "attn_tp_size", "dtype", "dispatch", "address")}
+    sections = {
+        "limits": {name: options.get(name) for name in ("chunked_prefill_size", "max_running_requests")},
+        "cache": {"num_tokens": options.get("kv_cache_tokens")},
+        "worker": {"threads": options.get("threads")},
+        "placement": {"timeout_s": options.get("placement_timeout")},
+    }
+    if options["config_path"] is None and options["model"] is None:
+        raise ConfigError("give --model FOLDER, or --config FILE with a model")
+    return load_config(options["config_path"], overrides | sections)
+
+
+def _generate(
+    config: PoolConfig, entries: list[PromptEntry], prompts_path: str, output_path: str, console: Console
+) -> int:
+    spec = validate(config).spec
+    token_ids = tokenize([entry.prompt for entry in entries], load_tokenizer(spec))
+    for entry, ids in zip(entries, token_ids, strict=True):
+        if len(ids) >= spec.context_length:
+            raise ConfigError(
+                f"--prompts {prompts_path}, line {entry.line_number}: {len(ids)} tokens; the model's context of "
+                f"{spec.context_length} holds a prompt of at most {spec.context_length - 1}"
+            )
+    with CompletionWriter(output_path) as writer:
+        left = [index for index, entry in enumerate(entries) if entry.id not in writer.finished_ids]
+        if len(left) < len(entries):
+            _say(console, f"{len(entries) - len(left)} of {len(entries)} requests are in {output_path} already")
+        if not left:
+            return 0
+        with (
+            ExpertPool.launch(config, report=lambda line: _say(console, line)) as pool,
+            GenerationProgress(console, len(left)) as progress,
+        ):
+            completions = pool.generate(
+                [token_ids[index] for index in left],
+                [entries[index].sampling for index in left],
+                on_stats=progress.on_stats,
+            )
+            try:
+                for completion in completions:
+                    entry = entries[left[completion.index]]
+                    progress.on_completion(completion.num_completion_tokens, completion.finish_reason == "error")
+                    if completion.finish_reason == "error":
+                        _say(console, f"request {entry.id!r} failed: {completion.error}")
+                        continue
+                    writer.write(
+                        OutputLine(
+                            id=entry.id,
+                            token_ids=completion.token_ids,
+                            text=completion.text,
+                            finish_reason=completion.finish_reason,
+                            num_prompt_tokens=completion.num_prompt_tokens,
+                            num_completion_tokens=completion.num_completion_tokens,
+                        )
+                    )
+            finally:
+                _say(console, progress.summary())
+    return EXIT_FAILED if progress.failed else 0
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+class _orderly_exit:
+    """Our errors become one line and an exit code; an interrupt or a termination unwinds, so the pool is shut down."""
+
+    def __init__(self, console: Console):
+        self._console = console
+
+    def __enter__(self) -> None:
+        signal.signal(signal.SIGTERM, _terminate)
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, ConfigError):
+            _say(self._console, f"refused: {error}")
+            sys.exit(EXIT_REFUSED)
+        if isinstance(error, ExpertPoolError):
+            _say(self._console, f"failed: {error}")
+            sys.exit(EXIT_FAILED)
+        if isinstance(error, KeyboardInterrupt):
+            _say(self._console, "interrupted; finished requests are in the output file")
+            sys.exit(EXIT_INTERRUPTED)
+
+
+def _terminate(signal_number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

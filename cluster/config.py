@@ -1,0 +1,175 @@
+"""The one thing a user writes: `PoolConfig`, from Python, from YAML or JSON, or from the command line's options."""
+
+import difflib
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import msgspec
+
+from ..dispatch.errors import ConfigError
+from ..dispatch.layout import Layout
+from ..dispatch.limits import DispatchKind, Limits
+from ..workers.config import CacheConfig, DTypeName, WorkerConfig
+from ..workers.model_spec import ModelSpec
+from ..workers.rank_config import RankConfig
+
+
+class PlacementConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What each rank asks of the cluster, and how long to wait for it.
+
+    Attributes:
+        cpus_per_rank: logical CPUs; unset: the rank's threads.
+        gpus_per_rank: logical GPUs.
+        timeout_s: how long to wait for a place for every rank; on an autoscaled cluster, for nodes to come.
+        start_timeout_s: how long ranks may take to start, meet and load.
+    """
+
+    cpus_per_rank: float | None = None
+    gpus_per_rank: float = 0
+    timeout_s: float = 600.0
+    start_timeout_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        for name in ("timeout_s", "start_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"placement.{name}={getattr(self, name)} is not above 0")
+        for name in ("cpus_per_rank", "gpus_per_rank"):
+            if (getattr(self, name) or 0) < 0:
+                raise ConfigError(f"placement.{name}={getattr(self, name)} is below 0")
+
+
+class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A pool of ranks that serves one model.
+
+    Attributes:
+        model: a folder in Hugging Face format, at the same path on every node.
+        ranks: how many ranks; `dp_size * attn_tp_size`. Every layer's experts are divided over all of them.
+        attn_tp_size: ranks that share one batch; `ranks / attn_tp_size` batches run side by side.
+        dtype: of weights and computation; unset: the checkpoint's.
+        dispatch: how tokens reach their experts.
+        address: a Ray cluster; unset: the one this process is in or finds, else a local one that holds the ranks.
+            `local` always starts one.
+        limits: bounds of a step.
+        cache: size of the KV cache.
+        worker: how a rank computes.
+        placement: what ranks ask of the cluster.
+    """
+
+    model: str
+    ranks: int = 1
+    attn_tp_size: int = 1
+    dtype: DTypeName | None = None
+    dispatch: DispatchKind = "auto"
+    address: str | None = None
+    limits: Limits = Limits()
+    cache: CacheConfig = CacheConfig()
+    worker: WorkerConfig = WorkerConfig()
+    placement: PlacementConfig = PlacementConfig()
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(world_size=self.ranks, attn_tp_size=self.attn_tp_size)
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """Resources of one rank's placement-group bundle."""
+        cpus = self.placement.cpus_per_rank
+        wanted = {"CPU": float(self.worker.threads) if cpus is None else cpus, "GPU": self.placement.gpus_per_rank}
+        return {name: amount for name, amount in wanted.items() if amount}
+
+
+def load_config(path: str | None, overrides: dict[str, Any]) -> PoolConfig:
+    """Read a YAML or JSON file and lay the command line's options over it.
+
+    Args:
+        path: the file; `None` starts from nothing.
+        overrides: nested like the file; `None` values and empty sections leave the file's.
+
+    Raises:
+        ConfigError: unreadable, an unknown key (with the nearest known one), or a value out of bounds.
+    """
+    settings: dict[str, Any] = {}
+    if path is not None:
+        try:
+            settings = msgspec.yaml.decode(Path(path).read_bytes())
+        except OSError as error:
+            raise ConfigError(f"--config {path}: {error.strerror}") from error
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"--config {path}: neither YAML nor JSON: {error}") from error
+        if not isinstance(settings, dict):
+            raise ConfigError(f"--config {path}: holds {type(settings).__name__}, not a mapping of settings")
+    merged = _merge(settings, overrides)
+    source = f"--config {path}" if path is not None else "configuration"
+    refuse_unknown_keys(merged, PoolConfig, source)
+    try:
+        return msgspec.convert(merged, PoolConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def refuse_unknown_keys(settings: dict[str, Any], kind: Any, source: str, prefix: str = "") -> None:
+    """Raise on a key that `kind` does not have, naming the nearest one that it has; looks into sections."""
+    known = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    for key, value in settings.items():
+        if key not in known:
+            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            hint = f"did you mean {prefix}{nearest[0]}?" if nearest else f"known: {', '.join(known)}"
+            raise ConfigError(f"{source}: unknown key {prefix}{key}: {hint}")
+        section = _struct_in(known[key])
+        if section is not None and isinstance(value, dict):
+            refuse_unknown_keys(value, section, source, f"{prefix}{key}.")
+
+
+def resolve(config: PoolConfig, spec: ModelSpec) -> RankConfig:
+    """Settle every default that depends on the model, and refuse what cannot work.
+
+    Raises:
+        ConfigError: experts that cannot be divided over the ranks, or a KV cache too small for any request.
+    """
+    layout = config.layout
+    spec.check_experts_divide(layout.world_size)
+    block_size = config.cache.block_size
+    blocks_of_one_context = -(-spec.context_length // block_size)
+    if config.cache.num_tokens is not None:
+        num_blocks = config.cache.num_tokens // block_size
+    else:
+        affordable = config.cache.max_bytes // (spec.kv_bytes_per_token * block_size)
+        wanted = blocks_of_one_context * config.limits.max_running_requests
+        num_blocks = max(blocks_of_one_context, min(wanted, affordable))
+    return RankConfig(
+        spec=spec,
+        layout=layout,
+        limits=config.limits,
+        worker=config.worker,
+        dispatch=resolve_dispatch(config.dispatch, layout),
+        block_size=block_size,
+        num_blocks=num_blocks + 1,
+    )
+
+
+def resolve_dispatch(wanted: str, layout: Layout) -> str:
+    """The dispatcher a pool uses: none for one rank; `auto` is the all-gather, which measured faster over Gloo."""
+    if layout.world_size == 1:
+        return "local"
+    return "allgather" if wanted == "auto" else wanted
+
+
+def _merge(settings: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(settings)
+    for key, value in overrides.items():
+        if isinstance(value, dict):
+            section = merged.get(key)
+            value = _merge(section if isinstance(section, dict) else {}, value)
+            if not value and key not in merged:
+                continue
+        elif value is None:
+            continue
+        merged[key] = value
+    return merged
+
+
+def _struct_in(annotation: Any) -> Any:
+    """The struct type that an annotation stands for, alone or beside `None`."""
+    candidates = get_args(annotation) if get_origin(annotation) is not None else (annotation,)
+    structs = [kind for kind in candidates if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
+    return structs[0] if structs else None

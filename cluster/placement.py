@@ -1,0 +1,87 @@
+"""A place for every rank: one placement-group bundle each. On an autoscaled cluster this is what makes nodes come."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+
+from ..dispatch.errors import PlacementError
+
+_REPORT_INTERVAL_S = 5.0
+
+
+class Placement:
+    """The placement group of a pool.
+
+    Args:
+        num_ranks: bundles to place.
+        bundle: resources of one rank.
+        timeout_s: how long to wait for all of them.
+    """
+
+    def __init__(self, num_ranks: int, bundle: dict[str, float], timeout_s: float):
+        self._num_ranks = num_ranks
+        self._bundle = bundle
+        self._timeout_s = timeout_s
+        self.group: PlacementGroup | None = None
+
+    async def acquire(self) -> AsyncIterator[str]:
+        """Ask for the bundles and wait; yields what is being waited for, every few seconds.
+
+        Raises:
+            PlacementError: not all bundles were placed in time; the request is withdrawn.
+        """
+        # A bundle without resources is refused by Ray; a rank that asks for none still gets a bundle of its own.
+        bundle = self._bundle or {"CPU": 0.001}
+        self.group = placement_group([bundle] * self._num_ranks, strategy="PACK")
+        ready = asyncio.ensure_future(_await(self.group.ready()))
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            await asyncio.wait([ready], timeout=max(0.0, min(_REPORT_INTERVAL_S, left)))
+            if ready.done():
+                ready.result()
+                return
+            facts = await asyncio.to_thread(self._facts)
+            if time.monotonic() >= deadline:
+                ready.cancel()
+                self.release()
+                raise PlacementError(
+                    f"no place for all ranks within placement.timeout_s={self._timeout_s:g}: {facts}. Set ranks or "
+                    "placement.cpus_per_rank / gpus_per_rank to what the cluster can hold, or wait longer"
+                )
+            yield facts
+
+    def rank_order(self) -> list[int]:
+        """Bundle index of each rank, so that ranks on one node are neighbours."""
+        assert self.group is not None
+        nodes = placement_group_table(self.group)["bundles_to_node_id"]
+        return sorted(range(self._num_ranks), key=lambda index: (nodes[index], index))
+
+    def release(self) -> None:
+        """Give all bundles back, or withdraw the request for them."""
+        if self.group is not None:
+            remove_placement_group(self.group)
+            self.group = None
+
+    def _facts(self) -> str:
+        assert self.group is not None
+        nodes = placement_group_table(self.group).get("bundles_to_node_id", {})
+        placed = sum(bool(node) for node in nodes.values())
+        totals, free = ray.cluster_resources(), ray.available_resources()
+        held = ", ".join(f"{free.get(name, 0):g} of {totals.get(name, 0):g} {name} free" for name in self._bundle)
+        missing = self._num_ranks - placed
+        return (
+            f"{placed} of {self._num_ranks} bundles placed; waiting for {missing} x {_readable(self._bundle)}; "
+            f"the cluster has {held or 'no resources'}"
+        )
+
+
+async def _await(ref: "ray.ObjectRef") -> object:
+    return await ref
+
+
+def _readable(bundle: dict[str, float]) -> str:
+    return "{" + ", ".join(f"{name}: {amount:g}" for name, amount in bundle.items()) + "}"

@@ -1,0 +1,267 @@
+"""The Python API: launch a pool, generate, shut down."""
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from ..dispatch.errors import ConfigError, ExpertPoolError, RankError
+from ..workers.model_spec import ModelSpec
+from ..workers.rank_config import RankConfig
+from ..workers.request import Completion, FinishReason, RankStats, SamplingParams
+from .config import PoolConfig, resolve
+from .driver import Driver, PoolEvent, PoolStatus, Prompt
+
+logger = logging.getLogger(__name__)
+
+_SHUTDOWN_S = 30.0
+
+
+class PoolCompletion(msgspec.Struct, frozen=True):
+    """What became of one prompt.
+
+    Attributes:
+        index: the prompt's place in what `generate` was given.
+        prompt_token_ids: the prompt, tokenised.
+        token_ids: generated tokens, the end-of-sequence token included where one ended the request.
+        text: the decoded tokens, cut before a stop text; `None` where the model folder carries no tokenizer.
+        finish_reason: `stop`, `length`, or `error`: a request that fails fails alone.
+        error: what went wrong, where `finish_reason` is `error`.
+    """
+
+    index: int
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str | None
+    finish_reason: FinishReason
+    error: str | None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+class ExpertPool:
+    """A running pool, as the process that launched it holds it; leaving the `with` block shuts it down."""
+
+    def __init__(self, driver: Any, rank_config: RankConfig, tokenizer: Any, owns_ray: bool):
+        self._driver = driver
+        self._tokenizer = tokenizer
+        self._owns_ray = owns_ray
+        self.rank_config = rank_config
+
+    @classmethod
+    def launch(cls, config: PoolConfig, report: Callable[[str], None] = logger.info) -> "ExpertPool":
+        """Validate, place, start and load a pool; returns when it can generate.
+
+        Args:
+            config: the pool.
+            report: receives a line about each stage, and about what is being waited for.
+
+        Raises:
+            ConfigError: the model folder or the configuration cannot work; no actor was started.
+            PlacementError: the cluster had no place for all ranks in time.
+            RankError: a rank did not start or load.
+        """
+        rank_config = validate(config)
+        tokenizer = load_tokenizer(rank_config.spec)
+        owns_ray = connect_ray(config, report)
+        try:
+            # The driver asks for no CPU: a cluster that just holds the ranks will do, or a head node that holds none.
+            driver = (
+                ray.remote(Driver)
+                .options(num_cpus=0, max_restarts=0)
+                .remote(rank_config, config.bundle, config.placement)
+            )
+            pool = cls(driver, rank_config, tokenizer, owns_ray)
+        except BaseException:
+            if owns_ray:
+                ray.shutdown()
+            raise
+        try:
+            for line in _stream(driver.start):
+                report(line)
+        except BaseException:
+            pool.shutdown()
+            raise
+        return pool
+
+    def generate(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_stats: Callable[[RankStats], None] | None = None,
+    ) -> Iterator[PoolCompletion]:
+        """Run prompts; completions come as they finish, in any order (`index` says which is which).
+
+        Args:
+            prompts: texts, or token ids; a model folder without a tokenizer takes token ids only.
+            sampling: for all prompts, or one each. Greedy with 128 tokens by default.
+            on_stats: receives the counters of a DP rank, about once a second each.
+
+        Raises:
+            ConfigError: a text where there is no tokenizer, or another number of sampling settings than prompts.
+            RankError: a rank failed while running; completions yielded before stay valid.
+        """
+        prompts = list(prompts)
+        each = list(sampling) if isinstance(sampling, Sequence) else [sampling or SamplingParams()] * len(prompts)
+        if len(each) != len(prompts):
+            raise ConfigError(f"{len(each)} sampling settings for {len(prompts)} prompts: give one, or one a prompt")
+        requests = [
+            Prompt(token_ids, _with_seed(one))
+            for token_ids, one in zip(tokenize(prompts, self._tokenizer), each, strict=True)
+        ]
+        return self._completions(requests, on_stats)
+
+    def status(self) -> PoolStatus:
+        """States, places and counters of the pool."""
+        return _get(self._driver.status.remote())
+
+    def shutdown(self) -> None:
+        """Stop the ranks and free their places; safe to call again."""
+        if self._driver is None or not ray.is_initialized():
+            return
+        driver, self._driver = self._driver, None
+        try:
+            ray.get(driver.shutdown.remote(), timeout=_SHUTDOWN_S)
+        except (RayActorError, RayTaskError, ray.exceptions.GetTimeoutError) as error:
+            logger.warning("the driver did not shut down in order (%s); its ranks end with it", error)
+        finally:
+            ray.kill(driver)
+            if self._owns_ray:
+                ray.shutdown()
+
+    def __enter__(self) -> "ExpertPool":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _completions(
+        self, requests: list[Prompt], on_stats: Callable[[RankStats], None] | None
+    ) -> Iterator[PoolCompletion]:
+        if not requests:
+            return
+        event: PoolEvent
+        for event in _stream(self._driver.generate, requests):
+            if on_stats is not None:
+                on_stats(event.stats)
+            for index, completion in event.finished:
+                yield _pool_completion(index, requests[index], completion)
+
+
+def validate(config: PoolConfig) -> RankConfig:
+    """Everything that can fail without starting anything: the folder, its weights' headers, sizes, divisibility."""
+    # PyTorch and Transformers take seconds to import; `--help` and a typo in a config should not wait for them.
+    from ..workers.checkpoint import check_weights
+    from ..workers.inspection import inspect_model
+
+    # Ranks run in other working directories, so a relative folder is made absolute where it was written.
+    spec = inspect_model(os.path.abspath(os.path.expanduser(config.model)), config.dtype)
+    rank_config = resolve(config, spec)
+    check_weights(spec)
+    return rank_config
+
+
+def load_tokenizer(spec: ModelSpec) -> Any:
+    """The folder's tokenizer; `None` where it carries none."""
+    if not spec.has_tokenizer:
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(spec.path, local_files_only=True)
+
+
+def tokenize(prompts: Sequence[str | Sequence[int]], tokenizer: Any) -> list[tuple[int, ...]]:
+    """Token ids of each prompt; those given as token ids pass through.
+
+    Raises:
+        ConfigError: a text where there is no tokenizer.
+    """
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if texts and tokenizer is None:
+        raise ConfigError(
+            f"prompt {texts[0][:40]!r} is text, and the model folder carries no tokenizer: give token ids"
+        )
+    encoded = iter(tokenizer(texts)["input_ids"] if texts else [])
+    return [tuple(next(encoded) if isinstance(prompt, str) else prompt) for prompt in prompts]
+
+
+def connect_ray(config: PoolConfig, report: Callable[[str], None]) -> bool:
+    """Be in a Ray session; returns whether this call started a local cluster, which then ends with the pool."""
+    if ray.is_initialized():
+        return False
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if config.address != "local":
+        try:
+            ray.init(address=config.address or "auto", **quiet)
+            report(f"connected to the Ray cluster at {ray.get_runtime_context().gcs_address}")
+            return False
+        except ConnectionError as error:
+            if config.address is not None:
+                raise ConfigError(f"address={config.address!r}: no Ray cluster answers there: {error}") from error
+    bundle = config.bundle
+    ray.init(
+        address="local",
+        num_cpus=max(1, -(-int(bundle.get("CPU", 0) * config.ranks * 1000) // 1000)),
+        num_gpus=-(-int(bundle.get("GPU", 0) * config.ranks * 1000) // 1000),
+        include_dashboard=False,
+        **quiet,
+    )
+    report(f"started a local Ray cluster for {config.ranks} ranks")
+    return True
+
+
+def _with_seed(sampling: SamplingParams) -> SamplingParams:
+    """A request that samples carries its seed from the start: whichever rank runs it, again if need be, draws alike."""
+    if sampling.temperature == 0.0 or sampling.seed is not None:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=secrets.randbits(64))
+
+
+def _pool_completion(index: int, prompt: Prompt, completion: Completion) -> PoolCompletion:
+    return PoolCompletion(
+        index=index,
+        prompt_token_ids=prompt.token_ids,
+        token_ids=completion.token_ids,
+        text=completion.text,
+        finish_reason=completion.finish_reason,
+        error=completion.error,
+    )
+
+
+def _stream(method: Any, *args: Any) -> Iterator[Any]:
+    """The values of a streaming actor call; leaving the loop early cancels the call."""
+    generator = method.options(num_returns="streaming").remote(*args)
+    finished = False
+    try:
+        for ref in generator:
+            yield _get(ref)
+        finished = True
+    finally:
+        if not finished and ray.is_initialized():
+            ray.cancel(generator)
+
+
+def _get(ref: Any) -> Any:
+    """`ray.get` that raises our own errors as themselves, without the remote traceback."""
+    try:
+        return ray.get(ref)
+    except RayTaskError as error:
+        if isinstance(error.cause, ExpertPoolError):
+            raise error.cause from None
+        raise
+    except RayActorError as error:
+        raise RankError(f"the pool's driver actor died: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,97 @@
+"""Reading a file of prompts: one JSON object a line, refused whole if any line is wrong."""
+
+import json
+from pathlib import Path
+
+import msgspec
+
+from ..dispatch.errors import ConfigError
+from ..workers.request import SamplingParams
+from .config import refuse_unknown_keys
+
+
+class PromptLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One line: `prompt` or `prompt_token_ids`, an optional `id`, and what differs from the run's sampling settings."""
+
+    id: str | int | None = None
+    prompt: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] | str | None = None
+    ignore_eos: bool | None = None
+
+
+class PromptEntry(msgspec.Struct, frozen=True):
+    """A prompt ready to run; `id` is the line's own, or its number counted from 1."""
+
+    id: str
+    line_number: int
+    prompt: str | tuple[int, ...]
+    sampling: SamplingParams
+
+
+def read_prompts(path: str, defaults: SamplingParams) -> list[PromptEntry]:
+    """All prompts of a JSONL file; blank lines are skipped.
+
+    Args:
+        path: the file.
+        defaults: sampling settings of lines that say nothing else.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no prompt; or a line is not JSON, has an unknown key, neither or
+            both of `prompt` and `prompt_token_ids`, an empty prompt, a setting out of bounds, or the id of another.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts {path}: {error}") from error
+    entries: dict[str, PromptEntry] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        entry = _parse(f"--prompts {path}, line {number}", number, line, defaults)
+        if entry.id in entries:
+            raise ConfigError(
+                f"--prompts {path}, line {number}: id {entry.id!r} is that of line {entries[entry.id].line_number}"
+            )
+        entries[entry.id] = entry
+    if not entries:
+        raise ConfigError(f"--prompts {path}: holds no prompts")
+    return list(entries.values())
+
+
+def _parse(where: str, number: int, text: str, defaults: SamplingParams) -> PromptEntry:
+    try:
+        fields = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{where}: a {type(fields).__name__}, not a JSON object")
+    refuse_unknown_keys(fields, PromptLine, where)
+    try:
+        line = msgspec.convert(fields, PromptLine)
+        if (line.prompt is None) == (line.prompt_token_ids is None):
+            raise ConfigError("give either prompt or prompt_token_ids")
+        prompt = line.prompt if line.prompt is not None else line.prompt_token_ids
+        if not prompt:
+            raise ConfigError("the prompt is empty")
+        return PromptEntry(
+            id=str(number) if line.id is None else str(line.id),
+            line_number=number,
+            prompt=prompt,
+            sampling=_sampling(line, defaults),
+        )
+    except (msgspec.ValidationError, ConfigError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _sampling(line: PromptLine, defaults: SamplingParams) -> SamplingParams:
+    settings = {name: getattr(line, name) for name in SamplingParams.__struct_fields__}
+    if isinstance(settings["stop"], str):
+        settings["stop"] = (settings["stop"],)
+    given = {name: value for name, value in settings.items() if value is not None}
+    return msgspec.structs.replace(defaults, **given) if given else defaults

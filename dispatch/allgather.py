@@ -1,0 +1,85 @@
+"""All-gather dispatch: every rank sees every row, and computes the share of it that its experts own.
+
+MAX_LEN gathers equal, padded messages; SUM_LEN gathers the rows as they are. Either way the partial results go back to
+the row's rank in one all-to-all and are summed there in rank order.
+"""
+
+import torch
+import torch.distributed as dist
+
+from .budget import ExchangeBudget, RowFormat
+from .contract import Dispatched, check_rows
+from .exchange import ExchangeBuffers, hidden_of, ids_of, packed_rows, return_to_senders, weights_of
+from .geometry import PaddingMode, StepGeometry
+
+
+class AllGatherDispatcher:
+    """Keeps the contract of `dispatch.contract` with an all-gather of rows.
+
+    Args:
+        group: process group of all ranks.
+        rank: this rank.
+        budget: sizes of the buffers, equal on every rank.
+        device: where the rows live.
+    """
+
+    name = "allgather"
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, budget: ExchangeBudget, device: torch.device):
+        self._group = group
+        self._rank = rank
+        self.buffers = ExchangeBuffers(budget, device)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.buffers.num_bytes
+
+    def dispatch(
+        self,
+        x_TH: torch.Tensor,
+        expert_ids_TK: torch.Tensor,
+        expert_weights_TK: torch.Tensor,
+        geometry: StepGeometry,
+        num_local_experts: int,
+    ) -> Dispatched:
+        check_rows(x_TH, expert_ids_TK, geometry, self._rank)
+        num_rows, world_size = x_TH.shape[0], geometry.layout.world_size
+        row_format = RowFormat(x_TH.shape[1], expert_ids_TK.shape[1], x_TH.dtype, expert_weights_TK.dtype)
+        received = packed_rows(self.buffers.receive, sum(geometry.slot_sizes), row_format)
+
+        if geometry.padding_mode is PaddingMode.MAX_LEN:
+            sent = packed_rows(self.buffers.send, geometry.slot_sizes[self._rank], row_format)
+            ids_of(sent, row_format)[num_rows:] = num_local_experts * world_size
+        else:
+            sent = packed_rows(self.buffers.send, world_size * num_rows, row_format)
+        hidden_of(sent, row_format)[:num_rows] = x_TH
+        ids_of(sent, row_format)[:num_rows] = expert_ids_TK
+        weights_of(sent, row_format)[:num_rows] = expert_weights_TK
+
+        if geometry.padding_mode is PaddingMode.MAX_LEN:
+            dist.all_gather_into_tensor(received, sent, group=self._group)
+        else:
+            # Gloo gathers equal sizes only, so rows of different number travel as an all-to-all of copies.
+            sent.view(world_size, num_rows, -1)[1:] = sent[:num_rows]
+            dist.all_to_all_single(
+                received,
+                sent,
+                output_split_sizes=list(geometry.slot_sizes),
+                input_split_sizes=[num_rows] * world_size,
+                group=self._group,
+            )
+
+        local_ids = ids_of(received, row_format) - self._rank * num_local_experts
+        elsewhere = (local_ids < 0) | (local_ids >= num_local_experts)
+        return Dispatched(
+            x_RH=hidden_of(received, row_format),
+            expert_ids_RK=local_ids.masked_fill_(elsewhere, num_local_experts),
+            expert_weights_RK=weights_of(received, row_format),
+            geometry=geometry,
+            row_format=row_format,
+        )
+
+    def combine(self, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        geometry = dispatched.geometry
+        parts = return_to_senders(y_RH, geometry, self._rank, self.buffers.returned, self._group)
+        return parts[:, : geometry.num_rows_per_rank[self._rank]].sum(dim=0)

@@ -1,0 +1,25 @@
+"""Every error the pool raises on purpose. Each message names the value seen, the bound, and the setting to change."""
+
+
+class ExpertPoolError(Exception):
+    """Root of the hierarchy: `except ExpertPoolError` catches whatever the pool refuses or reports."""
+
+
+class ConfigError(ExpertPoolError, ValueError):
+    """The configuration, a prompt file or an output path cannot work; nothing was started."""
+
+
+class CheckpointError(ConfigError):
+    """A model folder cannot be served: missing, truncated, incomplete, or of a family that is not supported."""
+
+
+class PlacementError(ExpertPoolError):
+    """The cluster did not offer a place for every rank within the deadline."""
+
+
+class GeometryError(ExpertPoolError):
+    """Ranks disagree about a step. Raised on every rank alike, before any collective of that step."""
+
+
+class RankError(ExpertPoolError):
+    """A rank died, raised or stalled; the message names the rank and the cause."""

@@ -1,0 +1,122 @@
+"""One MoE layer on one rank: scatter the shared batch, dispatch, experts, combine, gather back.
+
+Transformers builds one `ExpertParallelExperts` for every experts module of the model (through its
+`EPImplementationInterface`) and calls it with the batch this rank holds. All layers of a rank share one `MoeExchange`,
+which carries the dispatcher and the geometry of the step under way.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.distributed.expert_parallel import EPImplementation
+
+from .contract import Dispatcher
+from .errors import GeometryError
+from .geometry import StepGeometry
+from .layout import Layout
+
+ExpertsForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class MoeExchange:
+    """The dispatcher of a rank and the geometry of its current step.
+
+    Args:
+        layout: the arrangement of ranks, equal on every rank.
+        rank: this rank.
+        dispatcher: how rows reach their experts; the same kind on every rank.
+        attn_tp_group: the ranks that share this rank's batch; `None` when it shares it with none.
+    """
+
+    def __init__(self, layout: Layout, rank: int, dispatcher: Dispatcher, attn_tp_group: dist.ProcessGroup | None):
+        self.layout = layout
+        self.rank = rank
+        self.dispatcher = dispatcher
+        self._attn_tp_group = attn_tp_group
+        self._geometry: StepGeometry | None = None
+
+    def begin_step(self, geometry: StepGeometry) -> None:
+        """Set the geometry that every MoE layer of the coming step uses; equal on every rank."""
+        self._geometry = geometry
+
+    def geometry_for(self, num_tokens: int) -> StepGeometry:
+        """The current geometry, checked against the tokens that a layer actually holds."""
+        if self._geometry is None:
+            raise GeometryError(f"rank {self.rank} entered a MoE layer outside a step: no geometry was agreed")
+        announced = self._geometry.num_tokens(self.rank)
+        if num_tokens != announced:
+            raise GeometryError(
+                f"rank {self.rank} holds {num_tokens} tokens in a MoE layer; the step plan announced {announced} "
+                f"(tokens per DP rank {self._geometry.num_tokens_per_dp_rank})"
+            )
+        return self._geometry
+
+    def gather_shared_batch(self, y_TH: torch.Tensor, geometry: StepGeometry) -> torch.Tensor:
+        """Undo the scatter: from this rank's rows to all rows of the batch it shares. Collective over those ranks."""
+        if self._attn_tp_group is None:
+            return y_TH
+        peers = self.layout.ranks_of(self.layout.dp_rank(self.rank))
+        sizes = [geometry.num_rows_per_rank[peer] for peer in peers]
+        padded = y_TH.new_zeros(max(sizes), y_TH.shape[1])
+        padded[: y_TH.shape[0]] = y_TH
+        gathered = y_TH.new_empty(len(sizes) * max(sizes), y_TH.shape[1])
+        dist.all_gather_into_tensor(gathered, padded, group=self._attn_tp_group)
+        slots = gathered.view(len(sizes), max(sizes), -1)
+        return torch.cat([slot[:size] for slot, size in zip(slots, sizes, strict=True)])
+
+
+def run_local_experts(
+    experts_forward: ExpertsForward,
+    x_RH: torch.Tensor,
+    expert_ids_RK: torch.Tensor,
+    expert_weights_RK: torch.Tensor,
+    num_local_experts: int,
+) -> torch.Tensor:
+    """This rank's experts on the (row, expert) pairs that are its own; rows without one cost nothing.
+
+    Args:
+        experts_forward: the model family's own experts, `(x, ids, weights) -> weighted sum`, on local expert ids.
+        x_RH: `[R, H]` received rows.
+        expert_ids_RK: `[R, K]` local expert ids, `num_local_experts` where the expert lives elsewhere.
+        expert_weights_RK: `[R, K]` routing weights.
+        num_local_experts: experts this rank owns.
+
+    Returns:
+        `[R, H]`: weighted sums over this rank's experts, zero where it owns none of a row's experts.
+    """
+    row, slot = (expert_ids_RK < num_local_experts).nonzero(as_tuple=True)
+    y_RH = x_RH.new_zeros(x_RH.shape)
+    if row.numel() == 0:
+        return y_RH
+    ids_P1 = expert_ids_RK[row, slot].unsqueeze(1).to(torch.int64)
+    weights_P1 = expert_weights_RK[row, slot].unsqueeze(1)
+    return y_RH.index_add_(0, row, experts_forward(x_RH[row], ids_P1, weights_P1).to(y_RH.dtype))
+
+
+class ExpertParallelExperts(EPImplementation):
+    """Our dispatch behind Transformers' expert-parallel plug-in point; one instance an experts module."""
+
+    def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, exchange: MoeExchange):
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self._exchange = exchange
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """`[T, H]` hidden states of the batch this rank holds, `[T, K]` global expert ids and weights -> `[T, H]`."""
+        exchange = self._exchange
+        geometry = exchange.geometry_for(hidden_states.shape[0])
+        rows = geometry.row_range(exchange.rank)
+        dispatched = exchange.dispatcher.dispatch(
+            hidden_states[rows], top_k_index[rows], top_k_weights[rows], geometry, self.num_local_experts
+        )
+        partial = run_local_experts(
+            self.experts_forward,
+            dispatched.x_RH,
+            dispatched.expert_ids_RK,
+            dispatched.expert_weights_RK,
+            self.num_local_experts,
+        )
+        return exchange.gather_shared_batch(exchange.dispatcher.combine(partial, dispatched), geometry)

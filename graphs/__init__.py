@@ -1,0 +1,1 @@
+"""CUDA graphs: capture mode, plans, lockstep capture and replay. Empty until the pool records graphs."""

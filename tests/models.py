@@ -1,0 +1,126 @@
+"""Small random checkpoints of the families that are tested, each with what makes its family special."""
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
+
+VOCAB_SIZE = 128
+COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+def _qwen3_moe() -> PreTrainedConfig:
+    return Qwen3MoeConfig(
+        num_hidden_layers=3,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+        **COMMON,
+    )
+
+
+def _mixtral() -> PreTrainedConfig:
+    return MixtralConfig(
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        intermediate_size=64,
+        sliding_window=24,
+        **COMMON,
+    )
+
+
+def _olmoe() -> PreTrainedConfig:
+    return OlmoeConfig(
+        num_hidden_layers=2,
+        num_key_value_heads=4,
+        num_experts=8,
+        num_experts_per_tok=4,
+        intermediate_size=32,
+        **COMMON,
+    )
+
+
+def _deepseek_v3() -> PreTrainedConfig:
+    """Latent attention (K and V differ in width), group-limited sigmoid routing, a shared expert, a dense layer."""
+    return DeepseekV3Config(
+        num_hidden_layers=3,
+        num_key_value_heads=4,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        q_lora_rank=48,
+        kv_lora_rank=32,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=24,
+        **COMMON,
+    )
+
+
+def _gpt_oss() -> PreTrainedConfig:
+    """Biased experts, attention sinks, every other layer with a sliding window, YaRN."""
+    return GptOssConfig(
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        intermediate_size=32,
+        sliding_window=16,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+        **COMMON,
+    )
+
+
+FAMILIES = {
+    "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral,
+    "olmoe": _olmoe,
+    "deepseek_v3": _deepseek_v3,
+    "gpt_oss": _gpt_oss,
+}
+
+
+def save_random_model(family: str, folder: Path, max_shard_size: str = "400KB") -> None:
+    """Write a random float32 checkpoint, in several shards; biases and sinks are random too, so that they count."""
+    torch.manual_seed(len(family))
+    model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if "bias" in name or "sinks" in name:
+            torch.nn.init.normal_(tensor, std=0.2)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)

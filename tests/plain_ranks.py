@@ -1,0 +1,157 @@
+"""Ranks as plain processes: the same engine, loop and collectives as in a pool, without Ray around them.
+
+Processes are forked from a server that has PyTorch and Transformers imported, so that a matrix of layouts costs seconds
+rather than minutes. Ray actors are tested beside it, on fewer cases.
+"""
+
+import itertools
+import multiprocessing
+import queue
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from expert_pool.cluster.config import PoolConfig, resolve
+from expert_pool.workers.engine import RankEngine
+from expert_pool.workers.inspection import inspect_model
+from expert_pool.workers.mailbox import Intake
+from expert_pool.workers.rank_config import RankConfig
+from expert_pool.workers.request import Completion, RankStats, Request, SamplingParams
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["expert_pool.workers.engine", "plain_ranks"])
+DEADLINE_S = 120.0
+
+
+class PlainRanks:
+    """A gang of ranks; use it as a context manager.
+
+    Args:
+        config: as for a pool.
+        prepare: called in each rank's process with the engine after loading; for tests that make a rank misbehave.
+    """
+
+    def __init__(self, config: PoolConfig, prepare: Callable[[RankEngine], None] | None = None):
+        self.rank_config: RankConfig = resolve(config, inspect_model(config.model, config.dtype))
+        world_size = self.rank_config.layout.world_size
+        self._commands = [CONTEXT.Queue() for _ in range(world_size)]
+        self._reports: Any = CONTEXT.Queue()
+        self.processes = [
+            CONTEXT.Process(
+                target=_rank_main,
+                args=(self.rank_config, rank, self._commands, self._commands[rank], self._reports, prepare),
+                daemon=True,
+            )
+            for rank in range(world_size)
+        ]
+        self._keys = itertools.count()
+        self._wake_epoch = 0
+        self.stats: dict[int, RankStats] = {}
+
+    def __enter__(self) -> "PlainRanks":
+        for process in self.processes:
+            process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._deliver({}, stop=True)
+        for process in self.processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Completion]:
+        """Run the prompts, dealt out to the DP ranks in turn; completions in the prompts' order."""
+        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+        dp_size = self.rank_config.layout.dp_size
+        intakes: dict[int, list[Request]] = {dp_rank: [] for dp_rank in range(dp_size)}
+        keys = []
+        for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+            keys.append(next(self._keys))
+            intakes[index % dp_size].append(Request(keys[-1], tuple(prompt), one))
+        self._deliver({dp_rank: Intake(requests=tuple(requests)) for dp_rank, requests in intakes.items()})
+        finished: dict[int, Completion] = {}
+        while len(finished) < len(prompts):
+            completions, stats = self._report()
+            finished |= {completion.key: completion for completion in completions}
+            self.stats[stats.dp_rank] = stats
+        return [finished[key] for key in keys]
+
+    def _deliver(self, intakes: dict[int, Intake], stop: bool = False) -> None:
+        self._wake_epoch += 1
+        layout = self.rank_config.layout
+        for rank, commands in enumerate(self._commands):
+            dp_rank = layout.dp_rank(rank)
+            mine = intakes.get(dp_rank, Intake()) if rank == layout.leader(dp_rank) else Intake()
+            commands.put(("deliver", mine, self._wake_epoch, stop))
+
+    def _report(self) -> Any:
+        try:
+            kind, content = self._reports.get(timeout=DEADLINE_S)
+        except queue.Empty:
+            raise AssertionError(f"no rank reported anything for {DEADLINE_S:g} s") from None
+        if kind == "error":
+            raise AssertionError(content)
+        return content
+
+
+def _rank_main(
+    config: RankConfig,
+    rank: int,
+    all_commands: list[Any],
+    commands: Any,
+    reports: Any,
+    prepare: Callable[[RankEngine], None] | None,
+) -> None:
+    import threading
+
+    try:
+        engine = RankEngine(config, rank)
+        if rank == 0:
+            port = engine.open_rendezvous("127.0.0.1")
+            for other in all_commands[1:]:
+                other.put(("join", port))
+        else:
+            port = _expect_port(commands)
+        engine.join("127.0.0.1", port)
+        engine.load()
+        if prepare is not None:
+            prepare(engine)
+        threading.Thread(target=_receive, args=(commands, engine), daemon=True).start()
+        if rank == config.layout.leader(config.layout.dp_rank(rank)):
+            threading.Thread(target=_send, args=(reports, engine), daemon=True).start()
+        engine.run()
+    except BaseException:
+        reports.put(("error", f"rank {rank}:\n{traceback.format_exc()}"))
+        raise
+
+
+def _expect_port(commands: Any) -> int:
+    kept = []
+    while True:
+        command = commands.get(timeout=DEADLINE_S)
+        if command[0] == "join":
+            for other in kept:
+                commands.put(other)
+            return command[1]
+        kept.append(command)
+
+
+def _receive(commands: Any, engine: RankEngine) -> None:
+    while True:
+        _, intake, wake_epoch, stop = commands.get()
+        engine.inbox.deliver(intake, wake_epoch, stop)
+
+
+def _send(reports: Any, engine: RankEngine) -> None:
+    while True:
+        output = engine.outbox.next()
+        reports.put(("output", (output.completions, output.stats)))
+
+
+def changed(config: PoolConfig, **sections: Any) -> PoolConfig:
+    return msgspec.structs.replace(config, **sections)

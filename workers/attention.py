@@ -1,0 +1,150 @@
+"""Attention over packed batches and a paged KV cache, behind Transformers' `AttentionInterface`.
+
+The model is called with the tokens of many requests side by side, `[1, T]`, and with the keyword `paged`. Each
+attention layer ends up in `paged.attend(...)`: the batch knows how it lies in memory, the model does not.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+from .kv_cache import KvCache
+
+ATTENTION_NAME = "expert_pool_paged"
+
+
+def register_attention() -> None:
+    """Make `attn_implementation="expert_pool_paged"` known to Transformers; safe to call again."""
+    AttentionInterface.register(ATTENTION_NAME, _paged_attention)
+
+
+def _paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged: Any,
+    scaling: float,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    assert attention_mask is None, "the batch masks itself; a mask here means that Transformers built one for nothing"
+    output = paged.attend(module, query, key, value, scaling=scaling, sliding_window=sliding_window, sinks=s_aux)
+    return output, None
+
+
+def layer_index(module: torch.nn.Module) -> int:
+    """Which decoder layer an attention module belongs to; every family keeps it there."""
+    return int(cast(int, module.layer_idx))
+
+
+@dataclass(frozen=True)
+class SequenceSlice:
+    """One request's part of a packed batch: `query_len` new tokens after `context_len` cached ones."""
+
+    query_start: int
+    query_len: int
+    context_len: int
+    block_table: torch.Tensor
+
+    @property
+    def kv_len(self) -> int:
+        return self.context_len + self.query_len
+
+
+@dataclass
+class PagedBatch:
+    """A packed batch of one step, and attention over it by PyTorch's scaled-dot-product kernels.
+
+    Attributes:
+        cache: this rank's KV cache.
+        slots_T: `[T]` int64, the cache slot each token's key and value go to.
+        sequences: the requests in the batch; tokens outside all of them are padding, attend to nothing and yield zero.
+    """
+
+    cache: KvCache
+    slots_T: torch.Tensor
+    sequences: list[SequenceSlice]
+    _masks: dict[tuple[int, int, int | None], torch.Tensor | None] = field(default_factory=dict)
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`[1, Hq, T, D]`, `[1, Hkv, T, D]`, `[1, Hkv, T, Dv]` -> `[1, T, Hq, Dv]`; writes the cache first."""
+        layer = layer_index(module)
+        self.cache.write(layer, self.slots_T, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+        for sequence in self.sequences:
+            tokens = slice(sequence.query_start, sequence.query_start + sequence.query_len)
+            keys, values = self.cache.read(layer, sequence.block_table, sequence.kv_len)
+            mask = self._mask(sequence.query_len, sequence.kv_len, sliding_window)
+            output[:, tokens] = _attend_one(query[:, :, tokens], keys, values, scaling, mask, sinks)
+        return output
+
+    def _mask(self, query_len: int, kv_len: int, sliding_window: int | None) -> torch.Tensor | None:
+        """`[query_len, kv_len]` bool, true where a query sees a key; `None` where it sees all of them."""
+        shape = (query_len, kv_len, sliding_window)
+        if shape not in self._masks:
+            self._masks[shape] = causal_mask(*shape, device=self.slots_T.device)
+        return self._masks[shape]
+
+
+def causal_mask(
+    query_len: int, kv_len: int, sliding_window: int | None, device: torch.device | str = "cpu"
+) -> torch.Tensor | None:
+    """Which of `kv_len` keys the last `query_len` positions see; a window of 3 is a position and the two before it."""
+    window = sliding_window if sliding_window is not None and sliding_window < kv_len else None
+    if query_len == 1 and window is None:
+        return None
+    position = torch.arange(kv_len - query_len, kv_len, device=device).unsqueeze(1)
+    key_position = torch.arange(kv_len, device=device).unsqueeze(0)
+    mask = key_position <= position
+    if window is not None:
+        mask &= key_position > position - window
+    return mask
+
+
+def _attend_one(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """One request: `[1, Hq, Q, D]` over `[L, Hkv, D]` and `[L, Hkv, Dv]` -> `[1, Q, Hq, Dv]`.
+
+    Query heads that share a KV head are folded into the query dimension, so grouped-query attention copies no keys.
+    A sink is a logit per head that takes part in the softmax and carries no value: one more key, all zero, with the
+    sink as its bias.
+    """
+    _, num_heads, query_len, _ = query.shape
+    num_kv_heads = keys.shape[1]
+    groups = num_heads // num_kv_heads
+    keys, values = keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
+    folded = query.reshape(1, num_kv_heads, groups * query_len, -1)
+    if sinks is not None:
+        bias = query.new_zeros(num_heads, query_len, keys.shape[2] + 1)
+        if mask is not None:
+            bias[:, :, :-1].masked_fill_(~mask, float("-inf"))
+        bias[:, :, -1] = sinks.to(bias.dtype).unsqueeze(1)
+        keys, values = F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1))
+        mask = bias.view(1, num_kv_heads, groups * query_len, -1)
+    elif mask is not None and groups > 1:
+        mask = mask.repeat(groups, 1)
+    output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
+    return output.view(1, num_heads, query_len, -1).transpose(1, 2)

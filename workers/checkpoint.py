@@ -1,0 +1,175 @@
+"""From safetensors files to a sharded model: a rank reads dense weights in full, and of the experts only its own.
+
+Model code, name conversion and sharded reading are Transformers'. This module finds the files, says what is wrong with
+them before anything starts, and plugs our dispatch into the expert-parallel hook while the model is still on the meta
+device, so that the loader never reads an expert that lives elsewhere.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import DistributedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.distributed.expert_parallel import EPImplementationInterface, apply_expert_parallelism
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from ..dispatch.errors import CheckpointError
+from ..dispatch.moe import ExpertParallelExperts, MoeExchange
+from .attention import ATTENTION_NAME, register_attention
+from .inspection import build_meta_model, expert_parallel_plan, read_config
+from .model_spec import ModelSpec
+
+EP_IMPLEMENTATION_NAME = "expert_pool"
+EXPERTS_IMPLEMENTATION = "grouped_mm"
+
+
+def weight_files(path: str) -> list[Path]:
+    """The safetensors files of a model folder, in order.
+
+    Raises:
+        CheckpointError: there are none, or the index names a file that is missing.
+    """
+    folder = Path(path)
+    index_file = folder / SAFE_WEIGHTS_INDEX_NAME
+    if index_file.is_file():
+        try:
+            weight_map: dict[str, str] = json.loads(index_file.read_text())["weight_map"]
+        except (json.JSONDecodeError, KeyError) as error:
+            raise CheckpointError(f"model={path!r}: {SAFE_WEIGHTS_INDEX_NAME} cannot be read: {error!r}") from error
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+    else:
+        files = [folder / SAFE_WEIGHTS_NAME]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise CheckpointError(f"model={path!r}: weight files missing: {', '.join(missing)}")
+    return files
+
+
+def open_slices(path: str) -> dict[str, Any]:
+    """Every tensor of the checkpoint as a lazy slice, by its name in the file; only headers are read.
+
+    `pread` instead of the default memory map: a mapped file counts towards the rank's memory as it is read.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or not in safetensors format.
+    """
+    slices: dict[str, Any] = {}
+    for file in weight_files(path):
+        try:
+            handle = safe_open(file, framework="pt", device="cpu", backend="pread")
+            slices.update({name: handle.get_slice(name) for name in handle.keys()})  # noqa: SIM118 (not a mapping)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"model={path!r}: {file.name} is truncated or not in safetensors format: {error}"
+            ) from error
+    return slices
+
+
+def check_weights(spec: ModelSpec) -> None:
+    """Refuse a checkpoint that is incomplete, by a dry run of the loader on shapes; reads headers only.
+
+    Raises:
+        CheckpointError: a file is missing or truncated, or weights are missing or of the wrong shape.
+    """
+    config = read_config(spec.path)
+    model = build_meta_model(config, getattr(torch, spec.dtype))
+    shapes = {
+        name: torch.empty(piece.get_shape(), dtype=getattr(torch, spec.dtype), device="meta")
+        for name, piece in open_slices(spec.path).items()
+    }
+    load_config = LoadStateDictConfig(
+        dtype=getattr(torch, spec.dtype),
+        weight_mapping=get_model_conversion_mapping(model),
+        device_map={"": torch.device("meta")},
+        ignore_mismatched_sizes=True,
+    )
+    loading_info, _ = convert_and_load_state_dict_in_model(model, shapes, load_config)
+    model.mark_tied_weights_as_initialized(loading_info)
+    model.tie_weights(missing_keys=loading_info.missing_keys, recompute_mapping=False)
+    model._adjust_missing_and_unexpected_keys(loading_info)
+    refuse_incomplete(spec.path, loading_info.to_dict() | {"conversion_errors": loading_info.conversion_errors})
+
+
+def refuse_incomplete(path: str, loading_info: dict[str, Any]) -> None:
+    """A weight that is missing would be initialised at random; refuse instead."""
+    missing = sorted(loading_info["missing_keys"])
+    mismatched = sorted(str(key) for key in loading_info["mismatched_keys"])
+    failed = sorted(loading_info.get("conversion_errors") or ())
+    for what, names in (("are missing", missing), ("have the wrong shape", mismatched), ("cannot be read", failed)):
+        if names:
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise CheckpointError(f"model={path!r}: {len(names)} weights {what}: {shown}")
+
+
+def load_sharded_model(
+    spec: ModelSpec, exchange: MoeExchange, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh
+) -> PreTrainedModel:
+    """Load this rank's share of the model, ready for inference with our attention and dispatch.
+
+    Args:
+        spec: what the folder holds; equal on every rank.
+        exchange: this rank's dispatcher and step geometry; every experts module is bound to it.
+        ep_mesh: all ranks.
+        tp_mesh: a mesh of one rank: batches are shared by our own scatter, not by Transformers' tensor parallelism.
+
+    Raises:
+        CheckpointError: weights are missing or of the wrong shape.
+    """
+    register_attention()
+    EPImplementationInterface.register(EP_IMPLEMENTATION_NAME, partial(ExpertParallelExperts, exchange=exchange))
+    config = read_config(spec.path)
+    model_class = type(build_meta_model(config, getattr(torch, spec.dtype)))
+    sharded_class = _with_expert_parallelism(model_class, ep_mesh, tp_mesh)
+    model, loading_info = sharded_class.from_pretrained(
+        None,
+        config=config,
+        state_dict=open_slices(spec.path),
+        dtype=getattr(torch, spec.dtype),
+        attn_implementation=ATTENTION_NAME,
+        experts_implementation=EXPERTS_IMPLEMENTATION,
+        distributed_config=DistributedConfig(),
+        output_loading_info=True,
+    )
+    refuse_incomplete(spec.path, loading_info)
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if isinstance(parameter, DTensor):
+                module._parameters[name] = torch.nn.Parameter(parameter.to_local(), requires_grad=False)
+    return model.eval().requires_grad_(False)
+
+
+def _with_expert_parallelism(
+    model_class: type[PreTrainedModel], ep_mesh: DeviceMesh, tp_mesh: DeviceMesh
+) -> type[PreTrainedModel]:
+    """The model class with expert parallelism alone as its distribution: no tensor parallelism, no FSDP."""
+
+    def prepare_distribute_model(
+        cls: type, distributed_config: DistributedConfig, device_map: Any = None
+    ) -> tuple[Any, Any, None]:
+        return distributed_config, device_map, None
+
+    def maybe_distribute_model(
+        cls: type, model: PreTrainedModel, distributed_config: DistributedConfig, mesh_manager: Any
+    ) -> PreTrainedModel:
+        return apply_expert_parallelism(model, ep_mesh, tp_mesh, expert_parallel_plan(model), EP_IMPLEMENTATION_NAME)
+
+    methods = {
+        "prepare_distribute_model": classmethod(prepare_distribute_model),
+        "maybe_distribute_model": classmethod(maybe_distribute_model),
+        "__module__": model_class.__module__,
+    }
+    return type(model_class.__name__, (model_class,), methods)
+
+
+def expert_bytes(model: PreTrainedModel) -> int:
+    """Bytes of expert parameters that this rank holds."""
+    plan = set(model._expand_parallel_plan(model.ep_plan))
+    return sum(parameter.nbytes for name, parameter in model.named_parameters() if name in plan)

@@ -1,0 +1,50 @@
+"""Settings of the rank side: the KV cache and how a rank computes."""
+
+from typing import Literal
+
+import msgspec
+
+from ..dispatch.errors import ConfigError
+
+DTypeName = Literal["float32", "bfloat16", "float16"]
+
+
+class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Size of a DP rank's paged KV cache, the same on every rank.
+
+    Attributes:
+        block_size: tokens a block holds.
+        num_tokens: tokens the cache holds. Unset: enough for `max_running_requests` requests of full context length,
+            within `max_bytes`, and never less than one request of full context length.
+        max_bytes: bound on the default size.
+    """
+
+    block_size: int = 16
+    num_tokens: int | None = None
+    max_bytes: int = 4 << 30
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ConfigError(f"cache.block_size={self.block_size} is below 1")
+        if self.num_tokens is not None and self.num_tokens < self.block_size:
+            raise ConfigError(
+                f"cache.num_tokens={self.num_tokens} is less than one block of cache.block_size={self.block_size}"
+            )
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a rank computes, the same on every rank.
+
+    Attributes:
+        threads: CPU threads of a rank.
+        step_timeout_s: the longest that ranks wait for each other inside a step before the pool is given up.
+    """
+
+    threads: int = 1
+    step_timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise ConfigError(f"worker.threads={self.threads} is below 1")
+        if self.step_timeout_s <= 0:
+            raise ConfigError(f"worker.step_timeout_s={self.step_timeout_s} is not above 0")

@@ -1,0 +1,150 @@
+"""All of one rank but its actor: process groups, model, cache, scheduler and loop, put together in order.
+
+Knows no Ray, so the same rank also runs in a plain process.
+"""
+
+import os
+import resource
+import time
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoTokenizer
+
+from ..dispatch.budget import ExchangeBudget, RowFormat, exchange_budget
+from ..dispatch.moe import MoeExchange
+from ..dispatch.select import make_dispatcher
+from .agreement import Agreement
+from .checkpoint import expert_bytes, load_sharded_model
+from .inspection import quiet_transformers
+from .kv_cache import BlockAllocator, KvCache
+from .mailbox import Inbox, Outbox
+from .model import ModelRunner
+from .model_spec import ModelSpec
+from .rank_config import LoadReport, RankConfig
+from .scheduler import Scheduler
+from .sequence import Decode
+from .step import StepLoop
+
+
+def row_formats(spec: ModelSpec) -> list[RowFormat]:
+    """The wire format of each MoE layer."""
+    return [
+        RowFormat(layer.hidden_size, layer.top_k, getattr(torch, spec.dtype), getattr(torch, layer.weights_dtype))
+        for layer in spec.moe
+    ]
+
+
+def budget_for(config: RankConfig) -> ExchangeBudget:
+    """Exchange buffers of each rank."""
+    return exchange_budget(config.limits, config.layout, row_formats(config.spec))
+
+
+class RankEngine:
+    """One rank, from process groups to the end of the loop. Methods are called in order: join, load, run."""
+
+    def __init__(self, config: RankConfig, rank: int):
+        self.config = config
+        self.rank = rank
+        self.inbox = Inbox()
+        self.outbox = Outbox(config.layout.dp_rank(rank))
+        self._device = torch.device("cpu")
+        self._store: dist.TCPStore | None = None
+        torch.set_num_threads(config.worker.threads)
+        quiet_transformers()
+        # The threaded loader holds several tensors at a time; sequential reading keeps a rank's peak near its weights.
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+
+    def open_rendezvous(self, host: str) -> int:
+        """Listen on a free port of `host` and return it; called on rank 0 before any rank joins."""
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        return self._store.port
+
+    def join(self, host: str, port: int) -> None:
+        """Form the process groups over the rendezvous that rank 0 opened; collective over all ranks."""
+        layout = self.config.layout
+        if self._store is None:
+            self._store = dist.TCPStore(host, port, is_master=False, timeout=self._timeout)
+        dist.init_process_group(
+            "gloo", store=self._store, rank=self.rank, world_size=layout.world_size, timeout=self._timeout
+        )
+        self._host_group = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._sharing_group: dist.ProcessGroup | None = None
+        if layout.attn_tp_size > 1:
+            for dp_rank in range(layout.dp_size):
+                group = dist.new_group(list(layout.ranks_of(dp_rank)), backend="gloo", timeout=self._timeout)
+                if dp_rank == layout.dp_rank(self.rank):
+                    self._sharing_group = group
+
+    def load(self) -> LoadReport:
+        """Read this rank's weights and allocate its cache and buffers."""
+        config, spec = self.config, self.config.spec
+        assert dist.group.WORLD is not None, "join comes before load"
+        budget = budget_for(config)
+        dispatcher = make_dispatcher(config.dispatch, dist.group.WORLD, self.rank, budget, self._device)
+        exchange = MoeExchange(config.layout, self.rank, dispatcher, self._sharing_group)
+        mesh = init_device_mesh(self._device.type, (config.layout.world_size, 1), mesh_dim_names=("ep", "tp"))
+        peak_before, started = _peak_memory(), time.perf_counter()
+        model = load_sharded_model(spec, exchange, mesh["ep"], mesh["tp"])
+        load_seconds, peak_after = time.perf_counter() - started, _peak_memory()
+        with torch.inference_mode(False):
+            cache = KvCache(
+                spec.attention, config.num_blocks, config.block_size, getattr(torch, spec.dtype), self._device
+            )
+        scheduler = Scheduler(
+            config.limits,
+            BlockAllocator(config.num_blocks, config.block_size),
+            spec.context_length,
+            spec.vocab_size,
+            spec.eos_token_ids,
+            self._decode() if spec.has_tokenizer else None,
+        )
+        self._loop = StepLoop(
+            self.rank,
+            config.layout,
+            config.digest,
+            scheduler,
+            Agreement(self._host_group, config.layout, budget.capacity),
+            ModelRunner(model, exchange, cache, self._device),
+            self.inbox,
+            self.outbox,
+            self._sharing_group,
+        )
+        own_experts = expert_bytes(model)
+        return LoadReport(
+            rank=self.rank,
+            dense_bytes=sum(parameter.nbytes for parameter in model.parameters()) - own_experts,
+            expert_bytes=own_experts,
+            kv_cache_bytes=cache.num_bytes,
+            exchange_bytes=dispatcher.num_bytes,
+            load_seconds=load_seconds,
+            peak_memory_before=peak_before,
+            peak_memory=peak_after,
+        )
+
+    def run(self) -> None:
+        """Run the loop until all ranks are told to stop; raises what a step raises."""
+        self._loop.run()
+
+    @property
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=self.config.worker.step_timeout_s)
+
+    def _decode(self) -> Decode:
+        tokenizer = AutoTokenizer.from_pretrained(self.config.spec.path, local_files_only=True)
+        return lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def _peak_memory() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def gloo_interface(address: str) -> str | None:
+    """The network interface that carries `address`, for Gloo, which otherwise goes by the host's name."""
+    for name, assigned in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in assigned):
+            return name
+    return None

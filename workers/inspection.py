@@ -1,0 +1,197 @@
+"""What a model folder holds, found out without reading weights: shapes, sizes, dtype, and whether we can serve it.
+
+The model is built on the meta device and run once with two tokens, with recorders in the place of attention and
+experts. So shapes come from the model code itself, for every family alike, and a layer that does not go through
+the plug-in points is noticed before any actor starts.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
+
+from ..dispatch.errors import CheckpointError
+from .attention import ATTENTION_NAME, layer_index, register_attention
+from .model_spec import AttentionShape, ModelSpec, MoeShape
+
+_PACKABLE_ROPE = ("default", "linear", "yarn", "llama3", "proportional")
+_EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def quiet_transformers() -> None:
+    """No progress bars and warnings of the library: what matters is checked here, and raised."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+
+
+def read_config(path: str) -> PreTrainedConfig:
+    """The folder's `config.json` as Transformers reads it, without touching any network.
+
+    Raises:
+        CheckpointError: the folder or its config is missing, or Transformers does not know the family.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"model={path!r} is not a folder")
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"model={path!r} has no config.json: it is not a Hugging Face model folder")
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except (ValueError, OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"model={path!r}: its config.json cannot be read: {error}") from error
+
+
+def resolve_dtype(config: PreTrainedConfig, requested: str | None) -> torch.dtype:
+    """The requested dtype, or the one the checkpoint was saved in (float32 where it does not say)."""
+    if requested is not None:
+        return getattr(torch, requested)
+    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype)
+    return dtype or torch.float32
+
+
+def build_meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model on the meta device with our attention in place; costs no memory."""
+    register_attention()
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+
+
+def expert_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
+    """Module and parameter names of all experts with their expert-parallel style, one entry a layer."""
+    return model._expand_parallel_plan(model.ep_plan)
+
+
+def inspect_model(path: str, dtype: str | None = None) -> ModelSpec:
+    """Find out what the folder holds, and refuse what cannot be served with the reason.
+
+    Args:
+        path: a folder in Hugging Face format; only `config.json` is needed.
+        dtype: of weights and computation; `None` takes the checkpoint's.
+
+    Raises:
+        CheckpointError: missing folder, not a MoE model, or a family, RoPE type or quantisation that cannot be served.
+    """
+    quiet_transformers()
+    config = read_config(path)
+    _refuse_unsupported_config(path, config)
+    torch_dtype = resolve_dtype(config, dtype)
+    model = build_meta_model(config, torch_dtype)
+    plan = expert_parallel_plan(model)
+    expert_modules = [name for name, style in plan.items() if style == "ep_dispatch_experts"]
+    if not expert_modules:
+        raise CheckpointError(
+            f"model={path!r}: Transformers has no expert-parallel plan for the family {config.model_type!r}"
+        )
+    recorder = _ShapeRecorder(model, expert_modules)
+    try:
+        recorder.run()
+    except Exception as error:
+        raise CheckpointError(
+            f"model={path!r}: the family {config.model_type!r} does not run over packed batches: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    text_config = config.get_text_config()
+    num_layers = text_config.num_hidden_layers
+    if sorted(recorder.attention) != list(range(num_layers)):
+        missing = sorted(set(range(num_layers)) - set(recorder.attention))
+        raise CheckpointError(
+            f"model={path!r}: layers {missing} of the family {config.model_type!r} do not go through Transformers' "
+            "attention interface (linear attention or state space layers), which the paged KV cache needs"
+        )
+    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    expert_bytes = sum(size for name, size in sizes.items() if name in plan)
+    return ModelSpec(
+        path=path,
+        model_type=config.model_type,
+        dtype=str(torch_dtype).removeprefix("torch."),
+        dtype_bytes=torch_dtype.itemsize,
+        vocab_size=text_config.vocab_size,
+        context_length=text_config.max_position_embeddings,
+        eos_token_ids=_eos_token_ids(path, config),
+        attention=tuple(recorder.attention[layer] for layer in range(num_layers)),
+        moe=tuple(recorder.moe),
+        dense_bytes=sum(sizes.values()) - expert_bytes,
+        expert_bytes=expert_bytes,
+        has_tokenizer=(Path(path) / "tokenizer_config.json").is_file() or (Path(path) / "tokenizer.json").is_file(),
+    )
+
+
+def _refuse_unsupported_config(path: str, config: PreTrainedConfig) -> None:
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise CheckpointError(f"model={path!r}: the family {config.model_type!r} is not a causal language model")
+    text_config = config.get_text_config()
+    if not any(getattr(text_config, name, None) for name in _EXPERT_COUNT_NAMES):
+        raise CheckpointError(
+            f"model={path!r}: the family {config.model_type!r} is not a Mixture-of-Experts model "
+            f"(none of {', '.join(_EXPERT_COUNT_NAMES)} is set in its config.json)"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        method = config.quantization_config
+        name = method.get("quant_method") if isinstance(method, dict) else getattr(method, "quant_method", method)
+        raise CheckpointError(
+            f"model={path!r} is quantised ({name}): quantised checkpoints are not supported, use a bfloat16 one"
+        )
+    for rope_type in sorted(_rope_types(text_config)):
+        if rope_type not in _PACKABLE_ROPE:
+            raise CheckpointError(
+                f"model={path!r} uses RoPE of type {rope_type!r}, whose frequencies depend on the longest sequence of "
+                f"a batch: packed batches would corrupt the others. Supported: {', '.join(_PACKABLE_ROPE)}"
+            )
+
+
+def _rope_types(text_config: PreTrainedConfig) -> set[str]:
+    """RoPE types in use; `rope_parameters` is one mapping, or one a kind of layer."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return {mapping.get("rope_type", "default") for mapping in nested or [parameters]}
+
+
+def _eos_token_ids(path: str, config: PreTrainedConfig) -> tuple[int, ...]:
+    eos: Any = None
+    if (Path(path) / "generation_config.json").is_file():
+        eos = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+    if eos is None:
+        eos = getattr(config.get_text_config(), "eos_token_id", None)
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+
+
+class _ShapeRecorder:
+    """Stands in for attention and experts during the probe, and notes what it is handed."""
+
+    def __init__(self, model: PreTrainedModel, expert_modules: list[str]):
+        self.attention: dict[int, AttentionShape] = {}
+        self.moe: list[MoeShape] = []
+        self._model = model
+        modules = dict(model.named_modules())
+        for name in expert_modules:
+            modules[name].forward = self._experts_forward(name, modules[name].num_experts)
+
+    def run(self) -> None:
+        ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
+        last = torch.ones(1, dtype=torch.long, device="meta")
+        with torch.device("meta"), torch.inference_mode():
+            self._model(input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=last, paged=self)
+
+    def attend(
+        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any
+    ) -> torch.Tensor:
+        self.attention[layer_index(module)] = AttentionShape(key.shape[1], key.shape[3], value.shape[3])
+        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+    def _experts_forward(self, name: str, num_experts: int) -> Any:
+        def forward(
+            hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        ) -> torch.Tensor:
+            dtype = str(top_k_weights.dtype).removeprefix("torch.")
+            self.moe.append(MoeShape(name, num_experts, hidden_states.shape[1], top_k_index.shape[1], dtype))
+            return torch.empty_like(hidden_states)
+
+        return forward

@@ -1,0 +1,73 @@
+"""What is known of a model without reading its weights; free of PyTorch, since the driver carries it to the ranks."""
+
+import msgspec
+
+from ..dispatch.errors import ConfigError
+
+
+class AttentionShape(msgspec.Struct, frozen=True):
+    """KV cache row of one layer: what it stores for a token."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def width(self) -> int:
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+class MoeShape(msgspec.Struct, frozen=True):
+    """One MoE layer as the dispatch sees it."""
+
+    name: str
+    num_experts: int
+    hidden_size: int
+    top_k: int
+    weights_dtype: str
+
+
+class ModelSpec(msgspec.Struct, frozen=True):
+    """A model that can be served, with everything that planning and the ranks need to know of it.
+
+    Attributes:
+        path: the model folder.
+        model_type: family, as Transformers names it.
+        dtype: of weights and computation, as PyTorch names it.
+        dtype_bytes: bytes of one number of that dtype.
+        vocab_size: rows of the embedding.
+        context_length: the most tokens of a request, prompt and completion together.
+        eos_token_ids: tokens that end a request.
+        attention: KV row of each layer, in layer order.
+        moe: the MoE layers, in order of execution.
+        dense_bytes: weights that every rank holds in full.
+        expert_bytes: weights that are divided over the ranks.
+        has_tokenizer: whether the folder carries one.
+    """
+
+    path: str
+    model_type: str
+    dtype: str
+    dtype_bytes: int
+    vocab_size: int
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    attention: tuple[AttentionShape, ...]
+    moe: tuple[MoeShape, ...]
+    dense_bytes: int
+    expert_bytes: int
+    has_tokenizer: bool
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return sum(shape.width for shape in self.attention) * self.dtype_bytes
+
+    def check_experts_divide(self, ep_size: int) -> None:
+        """Refuse a number of ranks that the experts of some layer cannot be divided over."""
+        for layer in self.moe:
+            if layer.num_experts % ep_size:
+                divisors = [n for n in range(1, layer.num_experts + 1) if layer.num_experts % n == 0]
+                raise ConfigError(
+                    f"{layer.name} has {layer.num_experts} experts, which cannot be divided over ranks={ep_size}: "
+                    f"set ranks to one of {divisors}"
+                )

@@ -1,0 +1,72 @@
+"""The actor around one rank. Ray calls come in here, on threads of their own; the step loop never makes one."""
+
+import os
+
+import msgspec
+import ray
+
+from .mailbox import Intake
+from .rank_config import LoadReport, RankConfig
+from .request import RankOutput
+
+
+class RankPlace(msgspec.Struct, frozen=True):
+    """Where a rank runs and what Ray gave it."""
+
+    rank: int
+    node_id: str
+    address: str
+    pid: int
+    gpu_ids: tuple[str, ...]
+
+
+@ray.remote(concurrency_groups={"loop": 1, "deliveries": 1, "reports": 1}, max_restarts=0, max_task_retries=0)
+class Rank:
+    """One rank as a Ray actor, with one thread each for the loop, for deliveries in order, and for reports.
+
+    `run` occupies its thread for the life of the pool: its result is the rank's fate, so whoever waits for it learns
+    of a failure at once.
+    """
+
+    def __init__(self, config: RankConfig, rank: int):
+        # The driver imports this module to name the class; only a rank needs PyTorch.
+        from .engine import RankEngine, gloo_interface
+
+        self._rank = rank
+        self._address = ray.util.get_node_ip_address()
+        interface = gloo_interface(self._address)
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        self._engine = RankEngine(config, rank)
+
+    def place(self) -> RankPlace:
+        context = ray.get_runtime_context()
+        return RankPlace(
+            rank=self._rank,
+            node_id=context.get_node_id(),
+            address=self._address,
+            pid=os.getpid(),
+            gpu_ids=tuple(context.get_accelerator_ids().get("GPU", [])),
+        )
+
+    def open_rendezvous(self) -> tuple[str, int]:
+        """Called on rank 0; the others are told the address and port."""
+        return self._address, self._engine.open_rendezvous(self._address)
+
+    def join(self, host: str, port: int) -> None:
+        self._engine.join(host, port)
+
+    def load(self) -> LoadReport:
+        return self._engine.load()
+
+    @ray.method(concurrency_group="loop")
+    def run(self) -> None:
+        self._engine.run()
+
+    @ray.method(concurrency_group="deliveries")
+    def deliver(self, intake: Intake, wake_epoch: int, stop: bool = False) -> None:
+        self._engine.inbox.deliver(intake, wake_epoch, stop)
+
+    @ray.method(concurrency_group="reports")
+    def next_output(self) -> RankOutput:
+        return self._engine.outbox.next()

@@ -1,0 +1,60 @@
+"""What a rank is built from and what it reports; free of PyTorch, since the driver carries both."""
+
+import zlib
+
+import msgspec
+
+from ..dispatch.layout import Layout
+from ..dispatch.limits import Limits
+from .config import WorkerConfig
+from .model_spec import ModelSpec
+
+
+class RankConfig(msgspec.Struct, frozen=True):
+    """Everything a rank is built from; equal on every rank, and compared by its digest in every agreement.
+
+    Attributes:
+        spec: the model.
+        layout: the arrangement of ranks.
+        limits: bounds of a step.
+        worker: how ranks compute.
+        dispatch: `allgather` or `alltoall`, resolved.
+        block_size: tokens of a KV block.
+        num_blocks: KV blocks, the padding block included.
+    """
+
+    spec: ModelSpec
+    layout: Layout
+    limits: Limits
+    worker: WorkerConfig
+    dispatch: str
+    block_size: int
+    num_blocks: int
+
+    @property
+    def digest(self) -> int:
+        return zlib.crc32(msgspec.msgpack.encode(self))
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """What a rank holds after loading. Bytes; seconds.
+
+    Attributes:
+        rank: which rank.
+        dense_bytes: parameters held in full.
+        expert_bytes: parameters of its own experts.
+        kv_cache_bytes: keys and values.
+        exchange_bytes: dispatch buffers.
+        load_seconds: time to load the weights.
+        peak_memory_before: peak resident memory of the process before the weights were read.
+        peak_memory: peak resident memory of the process after.
+    """
+
+    rank: int
+    dense_bytes: int
+    expert_bytes: int
+    kv_cache_bytes: int
+    exchange_bytes: int
+    load_seconds: float
+    peak_memory_before: int
+    peak_memory: int

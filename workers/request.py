@@ -1,0 +1,125 @@
+"""What travels between the driver and the ranks: requests, completions, and a rank's state of affairs."""
+
+from typing import Literal
+
+import msgspec
+
+from ..dispatch.errors import ConfigError
+
+FinishReason = Literal["stop", "length", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the tokens of one request are chosen. The default is greedy.
+
+    Attributes:
+        max_new_tokens: the most tokens to generate, at least 1.
+        temperature: 0 takes the most likely token; above 0 samples from logits divided by it.
+        top_p: sample among the most likely tokens whose probabilities sum to this share, in (0, 1].
+        top_k: sample among this many most likely tokens; 0 means all.
+        seed: makes sampling repeatable; one is drawn for a request that has none.
+        stop: texts that end the generation; the completion's text ends before the first of them.
+        ignore_eos: go on after an end-of-sequence token.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        refuse = _refuse_setting
+        if self.max_new_tokens < 1:
+            refuse("max_new_tokens", self.max_new_tokens, "1 or more")
+        if not 0.0 <= self.temperature < float("inf"):
+            refuse("temperature", self.temperature, "0 (greedy) or more")
+        if not 0.0 < self.top_p <= 1.0:
+            refuse("top_p", self.top_p, "above 0 and at most 1")
+        if self.top_k < 0:
+            refuse("top_k", self.top_k, "0 (all tokens) or more")
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            refuse("seed", self.seed, "between 0 and 2**64 - 1")
+        if any(not text for text in self.stop):
+            refuse("stop", self.stop, "texts of at least one character")
+
+
+def _refuse_setting(name: str, value: object, bound: str) -> None:
+    raise ConfigError(f"{name}={value!r}: set {name} to {bound}")
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One prompt on its way through the pool.
+
+    Attributes:
+        key: unique within the pool, given by the driver.
+        prompt_token_ids: at least one token.
+        sampling: with a seed wherever the temperature is above 0.
+    """
+
+    key: int
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """What became of one request.
+
+    Attributes:
+        key: the request's key.
+        token_ids: generated tokens, the end-of-sequence token included where one ended the request.
+        text: the decoded tokens without special tokens, cut before a stop text; `None` without a tokenizer.
+        finish_reason: `stop` (end of sequence or stop text), `length` (max_new_tokens or the context), `error`.
+        num_prompt_tokens: tokens of the prompt.
+        error: what went wrong, where `finish_reason` is `error`.
+    """
+
+    key: int
+    token_ids: tuple[int, ...]
+    text: str | None
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    error: str | None = None
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+class RankStats(msgspec.Struct, frozen=True):
+    """Counters of one DP rank since its start, and its present load. Times are in seconds.
+
+    Attributes:
+        dp_rank: which DP rank.
+        running: requests being prefilled or decoded.
+        waiting: requests not yet admitted, preempted ones included.
+        steps: steps run, idle ones included.
+        decode_steps: steps in which this DP rank decoded.
+        idle_steps: steps in which this DP rank ran a dummy token.
+        preemptions: requests sent back to wait because KV blocks ran out.
+        generated_tokens: tokens sampled.
+        free_kv_blocks: KV blocks not in use.
+        decode_seconds: time of the decode steps, of which
+        decode_model_seconds: was spent inside the model.
+    """
+
+    dp_rank: int
+    running: int = 0
+    waiting: int = 0
+    steps: int = 0
+    decode_steps: int = 0
+    idle_steps: int = 0
+    preemptions: int = 0
+    generated_tokens: int = 0
+    free_kv_blocks: int = 0
+    decode_seconds: float = 0.0
+    decode_model_seconds: float = 0.0
+
+
+class RankOutput(msgspec.Struct, frozen=True):
+    """A DP rank's report to the driver: what finished since the last one, and how it stands."""
+
+    completions: tuple[Completion, ...]
+    stats: RankStats

@@ -176,9 +176,10 @@ class _orderly_exit:
         self._console = console
 
     def __enter__(self) -> None:
-        signal.signal(signal.SIGTERM, _terminate)
+        self._previous = signal.signal(signal.SIGTERM, _terminate)
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        signal.signal(signal.SIGTERM, self._previous)
         if isinstance(error, ConfigError):
             _say(self._console, f"refused: {error}")
             sys.exit(EXIT_REFUSED)

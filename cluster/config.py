@@ -1,14 +1,17 @@
 """The one thing a user writes: `PoolConfig`, from Python, from YAML or JSON, or from the command line's options."""
 
 import difflib
+import os
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import msgspec
 
+from ..dispatch.budget import dispatch_capacity
+from ..dispatch.capacity import CAPACITY_VARIABLE, budget_problems
 from ..dispatch.errors import ConfigError
 from ..dispatch.layout import Layout
-from ..dispatch.limits import DispatchKind, Limits
+from ..dispatch.limits import DispatchKind, ExpertsKind, Limits
 from ..workers.config import CacheConfig, DTypeName, WorkerConfig
 from ..workers.model_spec import ModelSpec
 from ..workers.rank_config import RankConfig
@@ -47,6 +50,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         attn_tp_size: ranks that share one batch; `ranks / attn_tp_size` batches run side by side.
         dtype: of weights and computation; unset: the checkpoint's.
         dispatch: how tokens reach their experts.
+        experts: what computes them; `auto` is PyTorch. `cutedsl` can be planned for, not launched yet.
         address: a Ray cluster; unset: the one this process is in or finds, else a local one that holds the ranks.
             `local` always starts one.
         limits: bounds of a step.
@@ -60,6 +64,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attn_tp_size: int = 1
     dtype: DTypeName | None = None
     dispatch: DispatchKind = "auto"
+    experts: ExpertsKind = "auto"
     address: str | None = None
     limits: Limits = Limits()
     cache: CacheConfig = CacheConfig()
@@ -121,13 +126,27 @@ def refuse_unknown_keys(settings: dict[str, Any], kind: Any, source: str, prefix
 
 
 def resolve(config: PoolConfig, spec: ModelSpec) -> RankConfig:
-    """Settle every default that depends on the model, and refuse what cannot work.
+    """Settle every default that depends on the model or the environment, and refuse what cannot work.
+
+    Called once, on the driver's side: ranks get the result and look nothing up, so none can differ.
 
     Raises:
-        ConfigError: experts that cannot be divided over the ranks, or a KV cache too small for any request.
+        ConfigError: experts that cannot be divided over the ranks, or a step that could exceed a buffer; names every
+            such problem.
     """
+    rank_config = resolve_unchecked(config, spec)
+    problems = configuration_problems(rank_config)
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return rank_config
+
+
+def resolve_unchecked(config: PoolConfig, spec: ModelSpec) -> RankConfig:
+    """As `resolve`, for configurations that may not work: `plan` shows those too."""
     layout = config.layout
-    spec.check_experts_divide(layout.world_size)
+    limits = with_environment(config.limits)
+    dispatch = resolve_dispatch(config.dispatch, layout)
+    experts: ExpertsKind = "torch" if config.experts == "auto" else config.experts
     block_size = config.cache.block_size
     blocks_of_one_context = -(-spec.context_length // block_size)
     if config.cache.num_tokens is not None:
@@ -139,12 +158,63 @@ def resolve(config: PoolConfig, spec: ModelSpec) -> RankConfig:
     return RankConfig(
         spec=spec,
         layout=layout,
-        limits=config.limits,
+        limits=limits,
         worker=config.worker,
-        dispatch=resolve_dispatch(config.dispatch, layout),
+        dispatch=dispatch,
+        experts=experts,
+        capacity=dispatch_capacity(limits, layout, dispatch, experts),
         block_size=block_size,
         num_blocks=num_blocks + 1,
     )
+
+
+def configuration_problems(config: RankConfig) -> tuple[str, ...]:
+    """Why these ranks would not work together, each with the setting to change; empty when they would."""
+    problems = []
+    try:
+        config.spec.check_experts_divide(config.layout.world_size)
+    except ConfigError as error:
+        problems.append(str(error))
+    return (*problems, *budget_problems(config.limits, config.layout, config.dispatch, config.experts))
+
+
+def refuse_unbuilt(limits: Limits, experts: ExpertsKind = "auto") -> None:
+    """Refuse what can be planned for but not launched yet.
+
+    Raises:
+        ConfigError: a role other than `none`, or CuTe DSL experts.
+    """
+    if limits.disaggregation_mode != "none":
+        raise ConfigError(
+            f"limits.disaggregation_mode={limits.disaggregation_mode!r} can be planned for, not launched: pools that "
+            "hand requests over to each other do not exist yet; set it to 'none'"
+        )
+    if experts == "cutedsl":
+        raise ConfigError(
+            "experts='cutedsl' can be planned for, not launched: ranks compute experts with PyTorch; "
+            "set experts to 'auto' or 'torch'"
+        )
+
+
+def with_environment(limits: Limits) -> Limits:
+    """The limits with what the environment sets where they leave it open; an explicit setting wins.
+
+    Raises:
+        ConfigError: a value that is not an integer of 1 or more.
+    """
+    given = os.environ.get(CAPACITY_VARIABLE)
+    if limits.max_dispatch_tokens_per_rank is not None or given is None:
+        return limits
+    try:
+        capacity = int(given)
+    except ValueError:
+        raise ConfigError(
+            f"the environment's {CAPACITY_VARIABLE}={given!r} is not an integer: set it to the most rows one rank may "
+            "dispatch in one step, or unset it"
+        ) from None
+    if capacity < 1:
+        raise ConfigError(f"the environment's {CAPACITY_VARIABLE}={capacity} is below 1: set it to 1 or more")
+    return msgspec.structs.replace(limits, max_dispatch_tokens_per_rank=capacity)
 
 
 def resolve_dispatch(wanted: str, layout: Layout) -> str:
@@ -158,8 +228,10 @@ def _merge(settings: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any
     merged = dict(settings)
     for key, value in overrides.items():
         if isinstance(value, dict):
-            section = merged.get(key)
-            value = _merge(section if isinstance(section, dict) else {}, value)
+            section = merged.get(key) or {}
+            if not isinstance(section, dict):
+                continue  # refused by its type later
+            value = _merge(section, value)
             if not value and key not in merged:
                 continue
         elif value is None:

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -13,10 +13,13 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..dispatch.errors import ExpertPoolError, PlacementError, RankError
+from ..graphs.plan import CaptureEntry, CapturePlan, make_plan
+from ..graphs.report import GraphReport
 from ..workers.mailbox import Intake
 from ..workers.rank import Rank, RankPlace
 from ..workers.rank_config import LoadReport, RankConfig
 from ..workers.request import Completion, RankStats, Request, SamplingParams
+from .capture import CaptureOutcome, capture_in_lockstep
 from .config import PlacementConfig
 from .driver_state import DriverState, may_follow
 from .placement import Placement
@@ -25,6 +28,7 @@ from .router import Router
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 2.0
+_SERVING = (DriverState.READY, DriverState.CAPTURING)
 _STOP_S = 10.0
 
 
@@ -50,6 +54,7 @@ class PoolStatus(msgspec.Struct, frozen=True):
     places: tuple[RankPlace, ...]
     loads: tuple[LoadReport, ...]
     stats: tuple[RankStats, ...]
+    graphs: tuple[GraphReport, ...]
 
 
 @dataclass(eq=False)
@@ -81,11 +86,13 @@ class Driver:
         self._loads: tuple[LoadReport, ...] = ()
         self._stats: dict[int, RankStats] = {}
         self._router = Router(config.layout.dp_size, window=2 * config.limits.max_running_requests)
+        self._graphs = CaptureOutcome(CapturePlan(()), ())
         self._streams: dict[int, _Stream] = {}
         self._open_streams: set[_Stream] = set()
         self._keys = itertools.count()
         self._wake_epoch = 0
         self._tasks: list[asyncio.Task[None]] = []
+        self._ended_ranks: set[int] = set()
         self._fates: dict[int, asyncio.Task[BaseException | None]] = {}
 
     async def start(self) -> AsyncIterator[str]:
@@ -106,9 +113,17 @@ class Driver:
             self._enter(DriverState.LOADING)
             yield f"loading {self._config.spec.path} on {len({place.node_id for place in self._places})} node(s)"
             self._loads = tuple(await self._on_all_ranks("load", self._deadlines.start_timeout_s))
+            self._enter(DriverState.CAPTURING)
+            self._graphs = await capture_in_lockstep(make_plan(self._config.limits), self._capture_on_all_ranks)
+            for drop in self._graphs.dropped:
+                yield str(drop)
             self._begin_running()
             self._enter(DriverState.READY)
-            yield f"ready after {max(report.load_seconds for report in self._loads):.1f} s of loading"
+            self._begin_collecting()
+            yield (
+                f"ready: loaded in {max(report.load_seconds for report in self._loads):.1f} s, "
+                f"{len(self._graphs.plan.entries)} graphs on every rank"
+            )
         except BaseException as error:
             await self._fail(error if isinstance(error, ExpertPoolError) else RankError(f"start-up failed: {error}"))
             raise (self._failure or error) from None
@@ -139,13 +154,43 @@ class Driver:
         finally:
             self._abandon(stream)
 
+    async def recapture(self) -> CaptureOutcome:
+        """Have all ranks leave the loop at a step boundary, record all graphs anew, and go on.
+
+        Where the capture fails without harm to the ranks, the pool goes on without graphs.
+
+        Raises:
+            GeometryError: ranks disagree about a graph.
+            RankError: a rank was lost; the pool has failed.
+        """
+        self._require_ready()
+        self._enter(DriverState.CAPTURING)
+        await asyncio.gather(*self._deliver({}, leave=True))
+        await asyncio.wait(self._fates.values())
+        try:
+            self._graphs = await capture_in_lockstep(make_plan(self._config.limits), self._capture_on_all_ranks)
+            return self._graphs
+        except ExpertPoolError as error:
+            self._graphs = CaptureOutcome(CapturePlan(()), ())
+            if self._ended_ranks:
+                await self._fail(error)
+            raise
+        finally:
+            if self._state is DriverState.CAPTURING:
+                self._begin_running()
+                self._enter(DriverState.READY)
+
     async def status(self) -> PoolStatus:
+        graphs: list[GraphReport] = []
+        if self._state is DriverState.READY:
+            graphs = await asyncio.gather(*(_await(actor.capture.remote("report")) for actor in self._ranks))
         return PoolStatus(
             state=self._state.value,
             failure=str(self._failure) if self._failure else None,
             places=self._places,
             loads=self._loads,
             stats=tuple(stats for _, stats in sorted(self._stats.items())),
+            graphs=tuple(graphs),
         )
 
     async def shutdown(self) -> None:
@@ -155,7 +200,7 @@ class Driver:
         running = self._state is DriverState.READY
         self._enter(DriverState.STOPPING)
         if running:
-            self._deliver({}, stop=True)
+            self._deliver({}, leave=True)
             await asyncio.wait(self._fates.values(), timeout=_STOP_S)
         self._end_streams(RankError("the pool was shut down"))
         await self._discard_ranks()
@@ -172,31 +217,47 @@ class Driver:
             self._ranks.append(options.remote(self._config, rank))
         self._places = tuple(await self._on_all_ranks("place", self._deadlines.start_timeout_s))
         host, port = await self._ranks[0].open_rendezvous.remote()
-        await self._on_all_ranks("join", self._deadlines.start_timeout_s, host, port)
+        await self._on_all_ranks("join", self._deadlines.start_timeout_s, host, port, collective=True)
 
-    async def _on_all_ranks(self, method: str, timeout_s: float, *args: Any) -> list[Any]:
-        """Call a method on every rank; the first failure or the deadline ends the wait for all."""
+    async def _on_all_ranks(self, method: str, timeout_s: float, *args: Any, collective: bool = False) -> list[Any]:
+        """Call a method on every rank and wait for all answers.
+
+        Args:
+            method: of the rank actor.
+            timeout_s: for the slowest rank.
+            args: the same for all ranks.
+            collective: whether the call makes ranks wait for each other, so that one that fails takes the others along.
+        """
         calls = {
             rank: asyncio.ensure_future(_await(getattr(actor, method).remote(*args)))
             for rank, actor in enumerate(self._ranks)
         }
-        done, pending = await asyncio.wait(calls.values(), timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-        failed = {rank: call.exception() for rank, call in calls.items() if call in done}
-        failures = {rank: error for rank, error in failed.items() if error is not None}
+        until = asyncio.FIRST_EXCEPTION if collective else asyncio.ALL_COMPLETED
+        done, pending = await asyncio.wait(calls.values(), timeout=timeout_s, return_when=until)
+        failed = any(call.exception() for call in done)
+        ended = await self._follow_failure(calls) if failed and pending else calls
+        failures = {rank: error for rank, call in ended.items() if call.done() and (error := call.exception())}
         if failures:
-            raise describe_failure(failures, f"during {method}")
+            raise describe_failure(failures, f"during {_readable(method, args)}")
         if pending:
             late = [rank for rank, call in calls.items() if call in pending]
             raise RankError(
-                f"ranks {late} did not finish {method} within placement.start_timeout_s="
+                f"ranks {late} did not finish {_readable(method, args)} within placement.start_timeout_s="
                 f"{self._deadlines.start_timeout_s:g}"
             )
         return [call.result() for call in calls.values()]
+
+    async def _capture_on_all_ranks(self, method: str, *args: Any) -> list[Any]:
+        """One call of the capture protocol on every rank; see `graphs.lockstep.LockstepRank`."""
+        deadline, collective = self._deadlines.start_timeout_s, method in ("warm_up", "record")
+        return await self._on_all_ranks("capture", deadline, method, *args, collective=collective)
 
     def _begin_running(self) -> None:
         for rank, actor in enumerate(self._ranks):
             self._fates[rank] = asyncio.ensure_future(_fate(actor.run.remote()))
         self._tasks.append(asyncio.ensure_future(self._watch()))
+
+    def _begin_collecting(self) -> None:
         layout = self._config.layout
         for dp_rank in range(layout.dp_size):
             self._tasks.append(asyncio.ensure_future(self._collect(self._ranks[layout.leader(dp_rank)])))
@@ -206,16 +267,34 @@ class Driver:
         await asyncio.wait(self._fates.values(), return_when=asyncio.FIRST_COMPLETED)
         if self._state is not DriverState.READY:
             return
-        # The ranks that lost a peer fail too, a moment later; waiting for them shows which one failed first.
-        await asyncio.wait(self._fates.values(), timeout=_GRACE_S)
-        if self._state is not DriverState.READY:
-            return
-        fates = {rank: fate.result() for rank, fate in self._fates.items() if fate.done()}
-        await self._fail(describe_failure({rank: fate for rank, fate in fates.items() if fate}, "while running"))
+        fates = await self._follow_failure(self._fates)
+        if self._state is DriverState.READY:
+            failures = {rank: fate.result() for rank, fate in fates.items()}
+            await self._fail(describe_failure({r: error for r, error in failures.items() if error}, "while running"))
+
+    async def _follow_failure(self, calls: "Mapping[int, asyncio.Task[Any]]") -> "dict[int, asyncio.Task[Any]]":
+        """The calls that ended once one of them failed.
+
+        A rank that failed is ended at once: that closes its connections, so the ranks that wait for it in a collective
+        raise too, instead of being found there by a deadline.
+        """
+        ended: dict[int, asyncio.Task[Any]] = {}
+        deadline = asyncio.get_running_loop().time() + _GRACE_S
+        while True:
+            for rank, call in calls.items():
+                if call.done() and rank not in ended:
+                    ended[rank] = call
+                    self._ended_ranks.add(rank)
+                    ray.kill(self._ranks[rank])
+            left = [call for call in calls.values() if not call.done()]
+            remaining = deadline - asyncio.get_running_loop().time()
+            if not left or remaining <= 0:
+                return ended
+            await asyncio.wait(left, timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
 
     async def _collect(self, leader: Any) -> None:
         """Bring the results of one DP rank to the streams that wait for them."""
-        while self._state is DriverState.READY:
+        while self._state in _SERVING:
             try:
                 output = await leader.next_output.remote()
             except RayActorError:
@@ -237,14 +316,15 @@ class Driver:
         if assigned:
             self._deliver({dp_rank: Intake(requests=tuple(requests)) for dp_rank, requests in assigned.items()})
 
-    def _deliver(self, intakes: dict[int, Intake], stop: bool = False) -> None:
+    def _deliver(self, intakes: dict[int, Intake], leave: bool = False) -> list[Any]:
         """Requests go to the leaders of their DP ranks; the wake-up call goes to every rank."""
         self._wake_epoch += 1
-        layout = self._config.layout
+        layout, sent = self._config.layout, []
         for rank, actor in enumerate(self._ranks):
             dp_rank = layout.dp_rank(rank)
             intake = intakes.get(dp_rank, Intake()) if rank == layout.leader(dp_rank) else Intake()
-            actor.deliver.remote(intake, self._wake_epoch, stop)
+            sent.append(actor.deliver.remote(intake, self._wake_epoch, leave))
+        return sent
 
     def _abandon(self, stream: _Stream) -> None:
         """Drop what a caller no longer waits for."""
@@ -285,6 +365,11 @@ class Driver:
             raise self._failure
         if self._state is not DriverState.READY:
             raise RankError(f"the pool is {self._state.value}, not ready")
+
+
+def _readable(method: str, args: tuple[Any, ...]) -> str:
+    """A call on all ranks, for messages: the capture protocol's own method and entry rather than `capture`."""
+    return " ".join(str(part) for part in args if isinstance(part, (str, CaptureEntry))) or method
 
 
 async def _await(ref: Any) -> Any:

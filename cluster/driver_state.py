@@ -8,6 +8,7 @@ class DriverState(enum.Enum):
     PLACING = "placing"
     STARTING = "starting"
     LOADING = "loading"
+    CAPTURING = "capturing"
     READY = "ready"
     STOPPING = "stopping"
     STOPPED = "stopped"
@@ -18,8 +19,9 @@ _FOLLOWS = {
     DriverState.CREATED: {DriverState.PLACING},
     DriverState.PLACING: {DriverState.STARTING},
     DriverState.STARTING: {DriverState.LOADING},
-    DriverState.LOADING: {DriverState.READY},
-    DriverState.READY: set(),
+    DriverState.LOADING: {DriverState.CAPTURING},
+    DriverState.CAPTURING: {DriverState.READY},
+    DriverState.READY: {DriverState.CAPTURING},
     DriverState.STOPPING: {DriverState.STOPPED},
     DriverState.STOPPED: set(),
     DriverState.FAILED: set(),

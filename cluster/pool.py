@@ -1,9 +1,13 @@
 """The Python API: launch a pool, generate, shut down."""
 
 import logging
+import operator
 import os
 import secrets
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -11,7 +15,7 @@ import msgspec
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from ..dispatch.errors import ConfigError, ExpertPoolError, RankError
+from ..dispatch.errors import CheckpointError, ConfigError, ExpertPoolError, RankError
 from ..workers.model_spec import ModelSpec
 from ..workers.rank_config import RankConfig
 from ..workers.request import Completion, FinishReason, RankStats, SamplingParams
@@ -181,14 +185,17 @@ def load_tokenizer(spec: ModelSpec) -> Any:
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(spec.path, local_files_only=True)
+    try:
+        return AutoTokenizer.from_pretrained(spec.path, local_files_only=True)
+    except Exception as error:  # the tokenizers library raises bare exceptions
+        raise CheckpointError(f"model={spec.path!r}: its tokenizer cannot be read: {error}") from error
 
 
 def tokenize(prompts: Sequence[str | Sequence[int]], tokenizer: Any) -> list[tuple[int, ...]]:
     """Token ids of each prompt; those given as token ids pass through.
 
     Raises:
-        ConfigError: a text where there is no tokenizer.
+        ConfigError: a text where there is no tokenizer, or a prompt that is neither text nor integers.
     """
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts and tokenizer is None:
@@ -196,13 +203,38 @@ def tokenize(prompts: Sequence[str | Sequence[int]], tokenizer: Any) -> list[tup
             f"prompt {texts[0][:40]!r} is text, and the model folder carries no tokenizer: give token ids"
         )
     encoded = iter(tokenizer(texts)["input_ids"] if texts else [])
-    return [tuple(next(encoded) if isinstance(prompt, str) else prompt) for prompt in prompts]
+    return [tuple(next(encoded)) if isinstance(prompt, str) else _integers(prompt) for prompt in prompts]
+
+
+def _integers(prompt: Sequence[int]) -> tuple[int, ...]:
+    """Plain integers from a list, an array or a tensor: what travels to the ranks is encoded as 64 bits each."""
+    try:
+        token_ids = tuple(operator.index(token_id) for token_id in prompt)
+    except TypeError as error:
+        raise ConfigError(f"a prompt is a text or a sequence of integer token ids, not {prompt!r:.60}") from error
+    if any(not -(2**63) <= token_id < 2**63 for token_id in token_ids):
+        raise ConfigError(f"a token id does not fit into 64 bits: {token_ids!r:.60}")
+    return token_ids
 
 
 def connect_ray(config: PoolConfig, report: Callable[[str], None]) -> bool:
     """Be in a Ray session; returns whether this call started a local cluster, which then ends with the pool."""
     if ray.is_initialized():
         return False
+    with _own_sigterm_handler():
+        return _init_ray(config, report)
+
+
+@contextmanager
+def _own_sigterm_handler() -> Iterator[None]:
+    """Ray puts its SIGTERM handler over that of the program; here one that the program set stays."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if callable(handler) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _init_ray(config: PoolConfig, report: Callable[[str], None]) -> bool:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if config.address != "local":
         try:

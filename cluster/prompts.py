@@ -46,9 +46,12 @@ def read_prompts(path: str, defaults: SamplingParams) -> list[PromptEntry]:
             both of `prompt` and `prompt_token_ids`, an empty prompt, a setting out of bounds, or the id of another.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompts {path}: {error}") from error
+        # Lines end at line feeds alone: JSON allows other line separators inside its strings.
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    except OSError as error:
+        raise ConfigError(f"--prompts {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--prompts {path}: not UTF-8 text: {error}") from error
     entries: dict[str, PromptEntry] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():

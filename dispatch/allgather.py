@@ -5,10 +5,10 @@ the row's rank in one all-to-all and are summed there in rank order.
 """
 
 import torch
-import torch.distributed as dist
 
 from .budget import ExchangeBudget, RowFormat
-from .contract import Dispatched, check_rows
+from .collectives import Collectives
+from .contract import INVALID_EXPERT_ID, Dispatched, check_rows
 from .exchange import ExchangeBuffers, hidden_of, ids_of, packed_rows, return_to_senders, weights_of
 from .geometry import PaddingMode, StepGeometry
 
@@ -17,7 +17,7 @@ class AllGatherDispatcher:
     """Keeps the contract of `dispatch.contract` with an all-gather of rows.
 
     Args:
-        group: process group of all ranks.
+        collectives: through which everything is sent.
         rank: this rank.
         budget: sizes of the buffers, equal on every rank.
         device: where the rows live.
@@ -25,10 +25,14 @@ class AllGatherDispatcher:
 
     name = "allgather"
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, budget: ExchangeBudget, device: torch.device):
-        self._group = group
+    def __init__(self, collectives: Collectives, rank: int, budget: ExchangeBudget, device: torch.device):
+        self._collectives = collectives
         self._rank = rank
         self.buffers = ExchangeBuffers(budget, device)
+
+    @property
+    def capacity(self) -> int:
+        return self.buffers.budget.capacity
 
     @property
     def num_bytes(self) -> int:
@@ -42,14 +46,14 @@ class AllGatherDispatcher:
         geometry: StepGeometry,
         num_local_experts: int,
     ) -> Dispatched:
-        check_rows(x_TH, expert_ids_TK, geometry, self._rank)
+        check_rows(x_TH, expert_ids_TK, geometry, self._rank, self.buffers.budget.capacity)
         num_rows, world_size = x_TH.shape[0], geometry.layout.world_size
         row_format = RowFormat(x_TH.shape[1], expert_ids_TK.shape[1], x_TH.dtype, expert_weights_TK.dtype)
         received = packed_rows(self.buffers.receive, sum(geometry.slot_sizes), row_format)
 
         if geometry.padding_mode is PaddingMode.MAX_LEN:
             sent = packed_rows(self.buffers.send, geometry.slot_sizes[self._rank], row_format)
-            ids_of(sent, row_format)[num_rows:] = num_local_experts * world_size
+            ids_of(sent, row_format)[num_rows:] = INVALID_EXPERT_ID
         else:
             sent = packed_rows(self.buffers.send, world_size * num_rows, row_format)
         hidden_of(sent, row_format)[:num_rows] = x_TH
@@ -57,23 +61,15 @@ class AllGatherDispatcher:
         weights_of(sent, row_format)[:num_rows] = expert_weights_TK
 
         if geometry.padding_mode is PaddingMode.MAX_LEN:
-            dist.all_gather_into_tensor(received, sent, group=self._group)
+            self._collectives.all_gather("ep", received, sent)
         else:
             # Gloo gathers equal sizes only, so rows of different number travel as an all-to-all of copies.
             sent.view(world_size, num_rows, -1)[1:] = sent[:num_rows]
-            dist.all_to_all_single(
-                received,
-                sent,
-                output_split_sizes=list(geometry.slot_sizes),
-                input_split_sizes=[num_rows] * world_size,
-                group=self._group,
-            )
+            self._collectives.all_to_all("ep", received, sent, list(geometry.slot_sizes), [num_rows] * world_size)
 
-        local_ids = ids_of(received, row_format) - self._rank * num_local_experts
-        elsewhere = (local_ids < 0) | (local_ids >= num_local_experts)
         return Dispatched(
             x_RH=hidden_of(received, row_format),
-            expert_ids_RK=local_ids.masked_fill_(elsewhere, num_local_experts),
+            expert_ids_RK=ids_of(received, row_format) - self._rank * num_local_experts,
             expert_weights_RK=weights_of(received, row_format),
             geometry=geometry,
             row_format=row_format,
@@ -81,5 +77,5 @@ class AllGatherDispatcher:
 
     def combine(self, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         geometry = dispatched.geometry
-        parts = return_to_senders(y_RH, geometry, self._rank, self.buffers.returned, self._group)
+        parts = return_to_senders(y_RH, geometry, self._rank, self.buffers.returned, self._collectives)
         return parts[:, : geometry.num_rows_per_rank[self._rank]].sum(dim=0)

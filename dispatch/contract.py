@@ -9,8 +9,11 @@ A dispatcher takes the rows of one MoE layer to the ranks that own their experts
   says: a rank brings exactly `geometry.num_rows_per_rank[rank]` rows, none included.
 - **Two collectives a layer**, one in `dispatch` and one in `combine`. Row counts come from the geometry; no collective
   is spent on sizes and nothing is read back from a device.
-- **Expert ids** are global on the way in. `dispatch` returns local ones; `num_local_experts` marks a slot whose expert
-  lives elsewhere, and a row that carries no token has that id in every slot.
+- **Expert ids** are global on the way in; a row that carries no token has `INVALID_EXPERT_ID` in every slot and costs
+  the experts nothing. `dispatch` returns local ids; whatever is not in `[0, num_local_experts)` marks a slot with
+  nothing to compute.
+- **Bounds are checked on every call, before anything is sent**: the rows a rank brings are those that the geometry
+  announces, and `runtime_max_tokens_per_rank` is within the capacity the buffers were made for.
 - **Every rank takes part in every call**, also with no rows of its own.
 - **Results do not depend on the dispatcher** beyond the order of floating-point sums; partial results of a row are
   summed in rank order, so a run repeats to the bit.
@@ -27,6 +30,8 @@ from .budget import RowFormat
 from .errors import GeometryError
 from .geometry import StepGeometry
 
+INVALID_EXPERT_ID = -1
+
 
 @dataclass(frozen=True)
 class Dispatched:
@@ -36,7 +41,7 @@ class Dispatched:
 
     Attributes:
         x_RH: hidden states, in the model's dtype. Rows without a token hold undefined bytes.
-        expert_ids_RK: int32 local expert ids; `num_local_experts` where there is nothing to compute.
+        expert_ids_RK: int32 local expert ids; outside `[0, num_local_experts)` where there is nothing to compute.
         expert_weights_RK: routing weights.
         geometry: the step's geometry, equal on every rank.
         row_format: the layer's row format, equal on every rank.
@@ -56,6 +61,11 @@ class Dispatcher(Protocol):
     """One way for rows to reach their experts; see the module docstring for what it keeps."""
 
     name: str
+
+    @property
+    def capacity(self) -> int:
+        """Rows a rank that the buffers were made for; equal on every rank."""
+        ...
 
     @property
     def num_bytes(self) -> int:
@@ -97,8 +107,27 @@ class Dispatcher(Protocol):
         ...
 
 
-def check_rows(x_TH: torch.Tensor, expert_ids_TK: torch.Tensor, geometry: StepGeometry, rank: int) -> None:
-    """Refuse rows that the geometry does not announce: the other ranks have sized their messages by it."""
+def check_rows(
+    x_TH: torch.Tensor, expert_ids_TK: torch.Tensor, geometry: StepGeometry, rank: int, capacity: int
+) -> None:
+    """Refuse rows that the geometry does not announce, or that the buffers cannot hold.
+
+    Args:
+        x_TH: this rank's rows.
+        expert_ids_TK: their routing.
+        geometry: equal on every rank; the other ranks have sized their messages by it.
+        rank: this rank.
+        capacity: rows a rank that the buffers were made for; equal on every rank.
+
+    Raises:
+        GeometryError: before anything is sent.
+    """
+    runtime_max = geometry.runtime_max_tokens_per_rank(rank)
+    if runtime_max > capacity:
+        raise GeometryError(
+            f"runtime_max_tokens_per_rank={runtime_max} is above the {capacity} rows a rank that the exchange buffers "
+            f"were made for (rows per rank {geometry.num_rows_per_rank}): raise max_dispatch_tokens_per_rank"
+        )
     announced = geometry.num_rows_per_rank[rank]
     if x_TH.shape[0] != announced or expert_ids_TK.shape[0] != announced:
         raise GeometryError(

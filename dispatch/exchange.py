@@ -1,9 +1,9 @@
 """Exchange buffers and the packing of rows, shared by the dispatchers that use `torch.distributed`."""
 
 import torch
-import torch.distributed as dist
 
 from .budget import ExchangeBudget, RowFormat
+from .collectives import Collectives
 from .geometry import StepGeometry
 
 
@@ -44,7 +44,7 @@ def weights_of(rows: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
 
 
 def return_to_senders(
-    y_RH: torch.Tensor, geometry: StepGeometry, rank: int, returned: torch.Tensor, group: dist.ProcessGroup
+    y_RH: torch.Tensor, geometry: StepGeometry, rank: int, returned: torch.Tensor, collectives: Collectives
 ) -> torch.Tensor:
     """One all-to-all that takes slot `s` of `y_RH` back to rank `s`.
 
@@ -53,11 +53,5 @@ def return_to_senders(
     world_size = geometry.layout.world_size
     slot, hidden_size = geometry.slot_sizes[rank], y_RH.shape[1]
     received = returned.view(y_RH.dtype)[: world_size * slot * hidden_size].view(world_size * slot, hidden_size)
-    dist.all_to_all_single(
-        received,
-        y_RH.contiguous(),
-        output_split_sizes=[slot] * world_size,
-        input_split_sizes=list(geometry.slot_sizes),
-        group=group,
-    )
+    collectives.all_to_all("ep", received, y_RH.contiguous(), [slot] * world_size, list(geometry.slot_sizes))
     return received.view(world_size, slot, hidden_size)

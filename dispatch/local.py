@@ -13,6 +13,9 @@ class LocalDispatcher:
     name = "local"
     num_bytes = 0
 
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+
     def dispatch(
         self,
         x_TH: torch.Tensor,
@@ -21,7 +24,7 @@ class LocalDispatcher:
         geometry: StepGeometry,
         num_local_experts: int,
     ) -> Dispatched:
-        check_rows(x_TH, expert_ids_TK, geometry, rank=0)
+        check_rows(x_TH, expert_ids_TK, geometry, rank=0, capacity=self.capacity)
         row_format = RowFormat(x_TH.shape[1], expert_ids_TK.shape[1], x_TH.dtype, expert_weights_TK.dtype)
         return Dispatched(x_TH, expert_ids_TK, expert_weights_TK, geometry, row_format)
 

@@ -8,11 +8,11 @@ which carries the dispatcher and the geometry of the step under way.
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation
 
-from .contract import Dispatcher
+from .collectives import Collectives
+from .contract import INVALID_EXPERT_ID, Dispatcher
 from .errors import GeometryError
 from .geometry import StepGeometry
 from .layout import Layout
@@ -27,19 +27,26 @@ class MoeExchange:
         layout: the arrangement of ranks, equal on every rank.
         rank: this rank.
         dispatcher: how rows reach their experts; the same kind on every rank.
-        attn_tp_group: the ranks that share this rank's batch; `None` when it shares it with none.
+        collectives: through which the ranks that share a batch gather its rows back.
     """
 
-    def __init__(self, layout: Layout, rank: int, dispatcher: Dispatcher, attn_tp_group: dist.ProcessGroup | None):
+    def __init__(self, layout: Layout, rank: int, dispatcher: Dispatcher, collectives: Collectives):
         self.layout = layout
         self.rank = rank
         self.dispatcher = dispatcher
-        self._attn_tp_group = attn_tp_group
+        self.collectives = collectives
         self._geometry: StepGeometry | None = None
+        self._num_valid_tokens: torch.Tensor | None = None
 
-    def begin_step(self, geometry: StepGeometry) -> None:
-        """Set the geometry that every MoE layer of the coming step uses; equal on every rank."""
+    def begin_step(self, geometry: StepGeometry, num_valid_tokens: torch.Tensor | None) -> None:
+        """Set what every MoE layer of the coming step uses.
+
+        Args:
+            geometry: equal on every rank.
+            num_valid_tokens: `[1]` int32, tokens of this rank's batch before padding; `None` where nothing is padded.
+        """
         self._geometry = geometry
+        self._num_valid_tokens = num_valid_tokens
 
     def geometry_for(self, num_tokens: int) -> StepGeometry:
         """The current geometry, checked against the tokens that a layer actually holds."""
@@ -53,16 +60,23 @@ class MoeExchange:
             )
         return self._geometry
 
+    def without_padding(self, expert_ids_TK: torch.Tensor) -> torch.Tensor:
+        """Expert ids in which padding rows are routed to no expert."""
+        if self._num_valid_tokens is None:
+            return expert_ids_TK
+        row_T1 = torch.arange(expert_ids_TK.shape[0], device=expert_ids_TK.device).unsqueeze(1)
+        return torch.where(row_T1 < self._num_valid_tokens, expert_ids_TK, INVALID_EXPERT_ID)
+
     def gather_shared_batch(self, y_TH: torch.Tensor, geometry: StepGeometry) -> torch.Tensor:
         """Undo the scatter: from this rank's rows to all rows of the batch it shares. Collective over those ranks."""
-        if self._attn_tp_group is None:
+        if self.layout.attn_tp_size == 1:
             return y_TH
         peers = self.layout.ranks_of(self.layout.dp_rank(self.rank))
         sizes = [geometry.num_rows_per_rank[peer] for peer in peers]
         padded = y_TH.new_zeros(max(sizes), y_TH.shape[1])
         padded[: y_TH.shape[0]] = y_TH
         gathered = y_TH.new_empty(len(sizes) * max(sizes), y_TH.shape[1])
-        dist.all_gather_into_tensor(gathered, padded, group=self._attn_tp_group)
+        self.collectives.all_gather("attn_tp", gathered, padded)
         slots = gathered.view(len(sizes), max(sizes), -1)
         return torch.cat([slot[:size] for slot, size in zip(slots, sizes, strict=True)])
 
@@ -79,14 +93,14 @@ def run_local_experts(
     Args:
         experts_forward: the model family's own experts, `(x, ids, weights) -> weighted sum`, on local expert ids.
         x_RH: `[R, H]` received rows.
-        expert_ids_RK: `[R, K]` local expert ids, `num_local_experts` where the expert lives elsewhere.
+        expert_ids_RK: `[R, K]` local expert ids; outside `[0, num_local_experts)` where there is nothing to compute.
         expert_weights_RK: `[R, K]` routing weights.
         num_local_experts: experts this rank owns.
 
     Returns:
         `[R, H]`: weighted sums over this rank's experts, zero where it owns none of a row's experts.
     """
-    row, slot = (expert_ids_RK < num_local_experts).nonzero(as_tuple=True)
+    row, slot = ((expert_ids_RK >= 0) & (expert_ids_RK < num_local_experts)).nonzero(as_tuple=True)
     y_RH = x_RH.new_zeros(x_RH.shape)
     if row.numel() == 0:
         return y_RH
@@ -109,6 +123,7 @@ class ExpertParallelExperts(EPImplementation):
         exchange = self._exchange
         geometry = exchange.geometry_for(hidden_states.shape[0])
         rows = geometry.row_range(exchange.rank)
+        top_k_index = exchange.without_padding(top_k_index)
         dispatched = exchange.dispatcher.dispatch(
             hidden_states[rows], top_k_index[rows], top_k_weights[rows], geometry, self.num_local_experts
         )

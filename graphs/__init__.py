@@ -1,1 +1,1 @@
-"""CUDA graphs: capture mode, plans, lockstep capture and replay. Empty until the pool records graphs."""
+"""CUDA graphs: capture mode, capture plans, lockstep capture and replay. Knows no Ray."""

@@ -6,10 +6,16 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
 import torch
+from click.testing import CliRunner
+from expert_pool.cluster.cli import main
 from models import FAMILIES, save_random_model
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -54,3 +60,35 @@ class Reference:
 @pytest.fixture(scope="session")
 def references(random_models: dict[str, str], tiny_moe: str) -> dict[str, Reference]:
     return {name: Reference(path) for name, path in {**random_models, "tiny_moe": tiny_moe}.items()}
+
+
+@pytest.fixture
+def refused() -> Callable[..., str]:
+    """Runs the command line and returns what it says; it must refuse before any Ray process or actor starts."""
+
+    def run(*arguments: str) -> str:
+        assert not ray.is_initialized()
+        result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+        started = ray.is_initialized()
+        ray.shutdown()
+        assert result.exit_code == 2, result.output
+        assert not started
+        assert result.output.startswith("refused: ")
+        assert "Traceback" not in result.output
+        return result.output
+
+    return run
+
+
+@pytest.fixture
+def prompts_file(tmp_path: Path) -> Callable[..., str]:
+    """Writes lines into a file of prompts and returns its path."""
+
+    def write(*lines: dict[str, Any] | str) -> str:
+        path = tmp_path / "prompts.jsonl"
+        path.write_text(
+            "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines), "utf-8"
+        )
+        return str(path)
+
+    return write

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 from expert_pool.cluster.config import PoolConfig, resolve
+from expert_pool.graphs.plan import make_plan
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.inspection import inspect_model
 from expert_pool.workers.mailbox import Intake
@@ -30,9 +31,12 @@ class PlainRanks:
     Args:
         config: as for a pool.
         prepare: called in each rank's process with the engine after loading; for tests that make a rank misbehave.
+        graphs: record the planned graphs first, in the plan's order on every rank.
     """
 
-    def __init__(self, config: PoolConfig, prepare: Callable[[RankEngine], None] | None = None):
+    def __init__(
+        self, config: PoolConfig, prepare: Callable[[RankEngine], None] | None = None, graphs: bool = False
+    ):
         self.rank_config: RankConfig = resolve(config, inspect_model(config.model, config.dtype))
         world_size = self.rank_config.layout.world_size
         self._commands = [CONTEXT.Queue() for _ in range(world_size)]
@@ -40,7 +44,7 @@ class PlainRanks:
         self.processes = [
             CONTEXT.Process(
                 target=_rank_main,
-                args=(self.rank_config, rank, self._commands, self._commands[rank], self._reports, prepare),
+                args=(self.rank_config, rank, self._commands, self._commands[rank], self._reports, prepare, graphs),
                 daemon=True,
             )
             for rank in range(world_size)
@@ -55,7 +59,7 @@ class PlainRanks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._deliver({}, stop=True)
+        self._deliver({}, leave=True)
         for process in self.processes:
             process.join(timeout=10)
             if process.is_alive():
@@ -81,13 +85,13 @@ class PlainRanks:
             self.stats[stats.dp_rank] = stats
         return [finished[key] for key in keys]
 
-    def _deliver(self, intakes: dict[int, Intake], stop: bool = False) -> None:
+    def _deliver(self, intakes: dict[int, Intake], leave: bool = False) -> None:
         self._wake_epoch += 1
         layout = self.rank_config.layout
         for rank, commands in enumerate(self._commands):
             dp_rank = layout.dp_rank(rank)
             mine = intakes.get(dp_rank, Intake()) if rank == layout.leader(dp_rank) else Intake()
-            commands.put(("deliver", mine, self._wake_epoch, stop))
+            commands.put(("deliver", mine, self._wake_epoch, leave))
 
     def _report(self) -> Any:
         try:
@@ -106,6 +110,7 @@ def _rank_main(
     commands: Any,
     reports: Any,
     prepare: Callable[[RankEngine], None] | None,
+    graphs: bool,
 ) -> None:
     import threading
 
@@ -119,6 +124,8 @@ def _rank_main(
             port = _expect_port(commands)
         engine.join("127.0.0.1", port)
         engine.load()
+        if graphs:
+            record_all(engine)
         if prepare is not None:
             prepare(engine)
         threading.Thread(target=_receive, args=(commands, engine), daemon=True).start()
@@ -128,6 +135,17 @@ def _rank_main(
     except BaseException:
         reports.put(("error", f"rank {rank}:\n{traceback.format_exc()}"))
         raise
+
+
+def record_all(engine: RankEngine) -> None:
+    """Record the whole plan; all ranks do it at once, so their collectives meet."""
+    plan = make_plan(engine.config.limits)
+    engine.graphs.begin()
+    for entry in plan.entries:
+        engine.graphs.warm_up(entry)
+        engine.graphs.record(entry)
+    engine.graphs.end()
+    engine.graphs.commit(plan)
 
 
 def _expect_port(commands: Any) -> int:
@@ -143,8 +161,8 @@ def _expect_port(commands: Any) -> int:
 
 def _receive(commands: Any, engine: RankEngine) -> None:
     while True:
-        _, intake, wake_epoch, stop = commands.get()
-        engine.inbox.deliver(intake, wake_epoch, stop)
+        _, intake, wake_epoch, leave = commands.get()
+        engine.inbox.deliver(intake, wake_epoch, leave)
 
 
 def _send(reports: Any, engine: RankEngine) -> None:

@@ -1,18 +1,93 @@
 """One plan for all ranks: a single host all-gather at the start of every iteration.
 
-Each rank says what it wants to run. All ranks then hold the same numbers, and derive the same plan from them with
-the same code; a disagreement is found by every rank, and raised on every rank, before any collective of the step.
+Each rank says what it wants to run, and a digest of everything that ranks must hold alike. All ranks then have the same
+numbers, and derive the same plan from them with the same code; a disagreement is found by every rank, and raised on
+every rank, before any collective of the step.
 """
 
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from ..dispatch.errors import GeometryError
 from ..dispatch.geometry import StepGeometry
 from ..dispatch.layout import Layout
+from ..graphs.lockstep import LockstepRank
+from ..graphs.plan import CaptureEntry, CapturePlan
+from ..graphs.record import differences
+from ..graphs.runner import FrozenFacts
+from .rank_config import RankConfig
 from .scheduler import BatchKind
+
+_GRAPH_KIND = {BatchKind.DECODE: "decode", BatchKind.PREFILL: "piecewise"}
+
+EAGER_NO_GRAPHS = "no graph of this kind"
+EAGER_MIXED = "some ranks prefill while others decode"
+EAGER_TOO_LARGE = "larger than the largest graph"
+
+
+class LocalState(msgspec.Struct, frozen=True):
+    """What a rank holds that must be alike on all ranks.
+
+    Attributes:
+        config: what the rank was built from.
+        dispatcher: by name.
+        expert_backend: by name.
+        capacity: rows a rank that the exchange buffers hold.
+        capture_depth: captures under way; a step of a running pool is outside all of them.
+        graphs: the committed graphs, in order.
+    """
+
+    config: RankConfig
+    dispatcher: str
+    expert_backend: str
+    capacity: int
+    capture_depth: int
+    graphs: CapturePlan
+
+
+class StateReader:
+    """Reads a rank's state from the live objects, at every step.
+
+    Args:
+        config: what the rank was built from.
+        facts: of the dispatcher and the experts.
+        graphs: of this rank.
+    """
+
+    def __init__(self, config: RankConfig, facts: Callable[[], FrozenFacts], graphs: LockstepRank):
+        self._config = config
+        self._config_digest = config.digest
+        self._facts = facts
+        self._graphs = graphs
+
+    def read(self) -> LocalState:
+        facts = self._facts()
+        return LocalState(
+            config=self._config,
+            dispatcher=facts.dispatcher,
+            expert_backend=facts.expert_backend,
+            capacity=facts.capacity,
+            capture_depth=self._graphs.mode.depth,
+            graphs=self._graphs.committed,
+        )
+
+    def digest(self) -> int:
+        """One number for all of it; equal numbers mean equal states."""
+        facts, graphs = self._facts(), self._graphs
+        parts = (
+            self._config_digest,
+            facts.dispatcher,
+            facts.expert_backend,
+            facts.capacity,
+            graphs.mode.depth,
+            graphs.committed_digest,
+        )
+        return zlib.crc32(repr(parts).encode())
 
 
 @dataclass(frozen=True)
@@ -20,22 +95,24 @@ class Proposal:
     """What one rank brings to the agreement; each field travels as an int64.
 
     Attributes:
-        config_digest: of everything that must be configured alike.
+        state_digest: of its `LocalState`.
         step: iterations since the start.
         kind: a `BatchKind`.
         num_tokens: tokens of its scheduled batch, 0 when idle.
+        num_due: sequences of its batch whose next token is due.
         intake_bytes: encoded requests that this rank, a leader, has for those that share its batch.
         wake_epoch: the last wake-up call of the driver that this rank has seen.
-        stop: 1 when this rank was told to stop.
+        leave: 1 when this rank was told to leave the loop.
     """
 
-    config_digest: int
+    state_digest: int
     step: int
     kind: int
     num_tokens: int
+    num_due: int
     intake_bytes: int
     wake_epoch: int
-    stop: int
+    leave: int
 
 
 @dataclass(frozen=True)
@@ -45,55 +122,97 @@ class StepPlan:
     Attributes:
         step: iterations since the start.
         kinds: what each DP rank runs.
-        geometry: of the step; `None` when every DP rank is idle and nothing runs.
+        num_tokens_per_dp_rank: tokens that each DP rank scheduled, without padding; 0 for an idle one.
+        num_due_per_dp_rank: rows of each DP rank whose logits are due.
+        geometry: of the step, its padded extents included; `None` when every DP rank is idle and nothing runs.
+        graph: the graph that all ranks replay; `None` when all run eagerly.
+        eager_reason: why they do.
         intake_bytes: encoded requests each DP rank's leader shares now.
         wake_epoch: the lowest wake-up call that some rank has seen. Ranks that all go idle wait for a higher one: a
             call that reached only some of them is on its way to the others.
-        stop: all ranks stop now.
+        leave: all ranks leave the loop now.
     """
 
     step: int
     kinds: tuple[BatchKind, ...]
+    num_tokens_per_dp_rank: tuple[int, ...]
+    num_due_per_dp_rank: tuple[int, ...]
     geometry: StepGeometry | None
+    graph: CaptureEntry | None
+    eager_reason: str | None
     intake_bytes: tuple[int, ...]
     wake_epoch: int
-    stop: bool
+    leave: bool
 
     @property
     def is_pause(self) -> bool:
         """Nothing to run and nothing to take in: all ranks wait for the driver together."""
-        return self.geometry is None and not any(self.intake_bytes) and not self.stop
+        return self.geometry is None and not any(self.intake_bytes) and not self.leave
 
 
-def derive_plan(proposals: list[Proposal], layout: Layout, capacity: int) -> StepPlan:
+def choose_graph(
+    kinds: Sequence[BatchKind], num_tokens_per_dp_rank: Sequence[int], graphs: CapturePlan
+) -> tuple[CaptureEntry | None, str | None]:
+    """The one graph that all ranks replay, or why all run eagerly.
+
+    It is looked up by the largest count of any rank, not by their sum: every rank, an idle one too, pads to its bucket.
+
+    Args:
+        kinds: what each DP rank wants to run; at least one is not idle.
+        num_tokens_per_dp_rank: tokens of each, 0 when idle.
+        graphs: the committed graphs, equal on every rank.
+    """
+    busy = {kind for kind in kinds if kind is not BatchKind.IDLE}
+    if len(busy) > 1:
+        return None, EAGER_MIXED
+    name, largest = _GRAPH_KIND[busy.pop()], max(num_tokens_per_dp_rank)
+    candidates = [entry for entry in graphs.entries if entry.kind == name]
+    if not candidates:
+        return None, EAGER_NO_GRAPHS
+    fitting = [entry for entry in candidates if entry.bucket >= largest]
+    if not fitting:
+        return None, EAGER_TOO_LARGE
+    return min(fitting, key=lambda entry: entry.bucket), None
+
+
+def derive_plan(proposals: list[Proposal], layout: Layout, capacity: int, graphs: CapturePlan) -> StepPlan:
     """The plan that follows from all ranks' proposals; a pure function, so all ranks derive the same.
 
     Args:
-        proposals: one a rank, in rank order.
+        proposals: one a rank, in rank order, with equal state digests.
         layout: the arrangement of ranks, equal on every rank.
         capacity: the most rows one rank may dispatch, equal on every rank.
+        graphs: the committed graphs, equal on every rank.
 
     Raises:
         GeometryError: on every rank alike; names the field, the ranks and their values.
     """
-    for name in ("config_digest", "step"):
-        _require_equal(name, proposals, range(layout.world_size))
+    _require_equal("step", proposals, range(layout.world_size))
     for dp_rank in range(layout.dp_size):
-        for name in ("kind", "num_tokens"):
+        for name in ("kind", "num_tokens", "num_due"):
             _require_equal(name, proposals, layout.ranks_of(dp_rank))
     leaders = [proposals[layout.leader(dp_rank)] for dp_rank in range(layout.dp_size)]
     kinds = tuple(BatchKind(leader.kind) for leader in leaders)
-    geometry = None
+    num_tokens = tuple(leader.num_tokens for leader in leaders)
+    geometry, graph, eager_reason = None, None, None
     if any(kind is not BatchKind.IDLE for kind in kinds):
-        counts = tuple(max(1, leader.num_tokens) for leader in leaders)
-        geometry = StepGeometry.build(layout, counts, capacity=capacity)
+        graph, eager_reason = choose_graph(kinds, num_tokens, graphs)
+        if graph is not None:
+            geometry = StepGeometry.captured(layout, graph.num_tokens, capacity=capacity)
+        else:
+            counts = tuple(max(1, count) for count in num_tokens)
+            geometry = StepGeometry.eager(layout, counts, capacity=capacity)
     return StepPlan(
         step=proposals[0].step,
         kinds=kinds,
+        num_tokens_per_dp_rank=num_tokens,
+        num_due_per_dp_rank=tuple(leader.num_due for leader in leaders),
         geometry=geometry,
+        graph=graph,
+        eager_reason=eager_reason,
         intake_bytes=tuple(leader.intake_bytes for leader in leaders),
         wake_epoch=min(proposal.wake_epoch for proposal in proposals),
-        stop=any(proposal.stop for proposal in proposals),
+        leave=any(proposal.leave for proposal in proposals),
     )
 
 
@@ -101,7 +220,7 @@ def _require_equal(name: str, proposals: list[Proposal], ranks: range) -> None:
     values = {rank: getattr(proposals[rank], name) for rank in ranks}
     if len(set(values.values())) > 1:
         listed = ", ".join(f"rank {rank}: {value}" for rank, value in values.items())
-        raise GeometryError(f"ranks disagree about {name} before a step: {listed}")
+        raise GeometryError(f"ranks disagree before a step: {name} differs ({listed})")
 
 
 class Agreement:
@@ -110,19 +229,45 @@ class Agreement:
     Args:
         group: a Gloo group of all ranks, used for nothing that a step records.
         layout: the arrangement of ranks, equal on every rank.
-        capacity: the most rows one rank may dispatch, equal on every rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup, layout: Layout, capacity: int):
+    def __init__(self, group: dist.ProcessGroup, layout: Layout):
         self._group = group
         self._layout = layout
-        self._capacity = capacity
         self._sent = torch.zeros(1, len(fields(Proposal)), dtype=torch.int64)
         self._received = torch.zeros(layout.world_size, len(fields(Proposal)), dtype=torch.int64)
 
-    def agree(self, proposal: Proposal) -> StepPlan:
-        """Collective over all ranks; see `derive_plan` for what is refused."""
+    def agree(self, proposal: Proposal, state: StateReader) -> StepPlan:
+        """Collective over all ranks; see `derive_plan` for what is refused.
+
+        Args:
+            proposal: with the digest of `state`.
+            state: this rank's.
+        """
         self._sent[0] = torch.tensor(astuple(proposal))
         dist.all_gather_into_tensor(self._received, self._sent, group=self._group)
         proposals = [Proposal(*row) for row in self._received.tolist()]
-        return derive_plan(proposals, self._layout, self._capacity)
+        local = state.read()
+        if len({other.state_digest for other in proposals}) > 1:
+            self._explain(local)
+        return derive_plan(proposals, self._layout, local.capacity, local.graphs)
+
+    def _explain(self, state: LocalState) -> None:
+        """All ranks have seen that their states differ, so all of them come here, show theirs, and raise alike."""
+        encoded = torch.frombuffer(bytearray(msgspec.json.encode(state)), dtype=torch.uint8)
+        length = torch.tensor([encoded.numel()])
+        lengths = torch.zeros(self._layout.world_size, dtype=torch.int64)
+        dist.all_gather_into_tensor(lengths, length, group=self._group)
+        longest = int(lengths.max())
+        sent = torch.zeros(longest, dtype=torch.uint8)
+        sent[: encoded.numel()] = encoded
+        received = torch.zeros(self._layout.world_size * longest, dtype=torch.uint8)
+        dist.all_gather_into_tensor(received, sent, group=self._group)
+        states = {
+            f"rank {rank}": msgspec.json.decode(bytes(part[:size].numpy()), type=LocalState)
+            for rank, (part, size) in enumerate(
+                zip(received.view(self._layout.world_size, longest), lengths.tolist(), strict=True)
+            )
+        }
+        found = differences(states) or ["state digests differ"]
+        raise GeometryError(f"ranks disagree before a step: {'; '.join(found)}")

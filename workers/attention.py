@@ -4,13 +4,13 @@ The model is called with the tokens of many requests side by side, `[1, T]`, and
 attention layer ends up in `paged.attend(...)`: the batch knows how it lies in memory, the model does not.
 """
 
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from .inputs import StepInputs
 from .kv_cache import KvCache
 
 ATTENTION_NAME = "expert_pool_paged"
@@ -44,34 +44,27 @@ def layer_index(module: torch.nn.Module) -> int:
     return int(cast(int, module.layer_idx))
 
 
-@dataclass(frozen=True)
-class SequenceSlice:
-    """One request's part of a packed batch: `query_len` new tokens after `context_len` cached ones."""
-
-    query_start: int
-    query_len: int
-    context_len: int
-    block_table: torch.Tensor
-
-    @property
-    def kv_len(self) -> int:
-        return self.context_len + self.query_len
-
-
-@dataclass
 class PagedBatch:
     """A packed batch of one step, and attention over it by PyTorch's scaled-dot-product kernels.
 
-    Attributes:
+    Rows outside all requests are padding: they write to the padding block, attend to nothing and yield zero. So what
+    the padding of a buffer holds, or the padding block, can reach no request.
+
+    Args:
         cache: this rank's KV cache.
-        slots_T: `[T]` int64, the cache slot each token's key and value go to.
-        sequences: the requests in the batch; tokens outside all of them are padding, attend to nothing and yield zero.
+        inputs: which rows belong to which request, and where its keys are.
     """
 
-    cache: KvCache
-    slots_T: torch.Tensor
-    sequences: list[SequenceSlice]
-    _masks: dict[tuple[int, int, int | None], torch.Tensor | None] = field(default_factory=dict)
+    def __init__(self, cache: KvCache, inputs: StepInputs):
+        self._cache = cache
+        self._slots_T = inputs.slots
+        starts, lens, contexts = (t.tolist() for t in (inputs.query_starts, inputs.query_lens, inputs.context_lens))
+        self._requests = [
+            (slice(start, start + query_len), context_len + query_len, inputs.block_tables[index])
+            for index, (start, query_len, context_len) in enumerate(zip(starts, lens, contexts, strict=True))
+            if query_len > 0
+        ]
+        self._masks: dict[tuple[int, int, int | None], torch.Tensor | None] = {}
 
     def attend(
         self,
@@ -86,12 +79,11 @@ class PagedBatch:
     ) -> torch.Tensor:
         """`[1, Hq, T, D]`, `[1, Hkv, T, D]`, `[1, Hkv, T, Dv]` -> `[1, T, Hq, Dv]`; writes the cache first."""
         layer = layer_index(module)
-        self.cache.write(layer, self.slots_T, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        self._cache.write(layer, self._slots_T, key[0].transpose(0, 1), value[0].transpose(0, 1))
         output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-        for sequence in self.sequences:
-            tokens = slice(sequence.query_start, sequence.query_start + sequence.query_len)
-            keys, values = self.cache.read(layer, sequence.block_table, sequence.kv_len)
-            mask = self._mask(sequence.query_len, sequence.kv_len, sliding_window)
+        for tokens, kv_len, block_table in self._requests:
+            keys, values = self._cache.read(layer, block_table, kv_len)
+            mask = self._mask(tokens.stop - tokens.start, kv_len, sliding_window)
             output[:, tokens] = _attend_one(query[:, :, tokens], keys, values, scaling, mask, sinks)
         return output
 
@@ -99,7 +91,7 @@ class PagedBatch:
         """`[query_len, kv_len]` bool, true where a query sees a key; `None` where it sees all of them."""
         shape = (query_len, kv_len, sliding_window)
         if shape not in self._masks:
-            self._masks[shape] = causal_mask(*shape, device=self.slots_T.device)
+            self._masks[shape] = causal_mask(*shape, device=self._slots_T.device)
         return self._masks[shape]
 
 

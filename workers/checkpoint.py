@@ -6,6 +6,8 @@ device, so that the loader never reads an expert that lives elsewhere.
 """
 
 import json
+import re
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,14 +44,15 @@ def weight_files(path: str) -> list[Path]:
     if index_file.is_file():
         try:
             weight_map: dict[str, str] = json.loads(index_file.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError) as error:
+            files = [folder / name for name in sorted(set(weight_map.values()))]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"model={path!r}: {SAFE_WEIGHTS_INDEX_NAME} cannot be read: {error!r}") from error
-        files = [folder / name for name in sorted(set(weight_map.values()))]
     else:
         files = [folder / SAFE_WEIGHTS_NAME]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise CheckpointError(f"model={path!r}: weight files missing: {', '.join(missing)}")
+        hint = "" if index_file.is_file() else " (weights have to be in safetensors format)"
+        raise CheckpointError(f"model={path!r}: weight files missing: {', '.join(missing)}{hint}")
     return files
 
 
@@ -79,11 +82,14 @@ def check_weights(spec: ModelSpec) -> None:
     Raises:
         CheckpointError: a file is missing or truncated, or weights are missing or of the wrong shape.
     """
+    slices = open_slices(spec.path)
+    if absent := absent_expert_weights(slices, min(layer.num_experts for layer in spec.moe)):
+        raise CheckpointError(f"model={spec.path!r}: {len(absent)} weight(s) missing: {_listed(absent)}")
     config = read_config(spec.path)
     model = build_meta_model(config, getattr(torch, spec.dtype))
     shapes = {
         name: torch.empty(piece.get_shape(), dtype=getattr(torch, spec.dtype), device="meta")
-        for name, piece in open_slices(spec.path).items()
+        for name, piece in slices.items()
     }
     load_config = LoadStateDictConfig(
         dtype=getattr(torch, spec.dtype),
@@ -98,15 +104,44 @@ def check_weights(spec: ModelSpec) -> None:
     refuse_incomplete(spec.path, loading_info.to_dict() | {"conversion_errors": loading_info.conversion_errors})
 
 
+def absent_expert_weights(names: Iterable[str], num_experts: int) -> list[str]:
+    """Names, as a file would spell them, of single experts' weights that are missing beside those that are there.
+
+    The loader stacks the experts of a layer, so its own report names the stack and not the expert. Checkpoints that
+    store stacks have no such names, and nothing is found here.
+    """
+    numbers: dict[tuple[str, str], set[int]] = {}
+    for name in names:
+        if match := re.match(r"(.*\bexperts\.)(\d+)(\..*)", name):
+            numbers.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    return sorted(
+        f"{prefix}{number}{suffix}"
+        for (prefix, suffix), present in numbers.items()
+        for number in range(num_experts)
+        if number not in present
+    )
+
+
 def refuse_incomplete(path: str, loading_info: dict[str, Any]) -> None:
     """A weight that is missing would be initialised at random; refuse instead."""
-    missing = sorted(loading_info["missing_keys"])
-    mismatched = sorted(str(key) for key in loading_info["mismatched_keys"])
-    failed = sorted(loading_info.get("conversion_errors") or ())
-    for what, names in (("are missing", missing), ("have the wrong shape", mismatched), ("cannot be read", failed)):
+    failed: dict[str, str] = loading_info.get("conversion_errors") or {}
+    problems = {
+        "missing": sorted(set(loading_info["missing_keys"]) - failed.keys()),
+        "of the wrong shape": sorted(
+            f"{name} is {list(found)}, the model has {list(wanted)}"
+            for name, found, wanted in loading_info["mismatched_keys"]
+        ),
+        "whose parts do not fit together": sorted(
+            f"{name} ({error.strip().splitlines()[-1]})" for name, error in failed.items()
+        ),
+    }
+    for what, names in problems.items():
         if names:
-            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            raise CheckpointError(f"model={path!r}: {len(names)} weights {what}: {shown}")
+            raise CheckpointError(f"model={path!r}: {len(names)} weight(s) {what}: {_listed(names)}")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def load_sharded_model(

@@ -7,6 +7,7 @@ import os
 import resource
 import time
 from datetime import timedelta
+from functools import partial
 
 import psutil
 import torch
@@ -15,14 +16,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoTokenizer
 
 from ..dispatch.budget import ExchangeBudget, RowFormat, exchange_budget
+from ..dispatch.collectives import Collectives, GroupName
+from ..dispatch.geometry import CountTensors
 from ..dispatch.moe import MoeExchange
 from ..dispatch.select import make_dispatcher
-from .agreement import Agreement
+from .agreement import Agreement, StateReader
 from .checkpoint import expert_bytes, load_sharded_model
+from .executor import StepExecutor
+from .graph_set import RecordingMeans, frozen_facts, make_graphs
 from .inspection import quiet_transformers
 from .kv_cache import BlockAllocator, KvCache
 from .mailbox import Inbox, Outbox
-from .model import ModelRunner
+from .model import TargetModel
 from .model_spec import ModelSpec
 from .rank_config import LoadReport, RankConfig
 from .scheduler import Scheduler
@@ -75,18 +80,24 @@ class RankEngine:
         self._sharing_group: dist.ProcessGroup | None = None
         if layout.attn_tp_size > 1:
             for dp_rank in range(layout.dp_size):
-                group = dist.new_group(list(layout.ranks_of(dp_rank)), backend="gloo", timeout=self._timeout)
+                ranks = list(layout.ranks_of(dp_rank))
+                host_group, step_group = (dist.new_group(ranks, timeout=self._timeout) for _ in range(2))
                 if dp_rank == layout.dp_rank(self.rank):
-                    self._sharing_group = group
+                    self._sharing_group, self._step_group = host_group, step_group
+        assert dist.group.WORLD is not None
+        groups: dict[GroupName, dist.ProcessGroup] = {"ep": dist.group.WORLD}
+        if self._sharing_group is not None:
+            # Gathering a shared batch is part of a step; the agreement's own group must not advance with it.
+            groups["attn_tp"] = self._step_group
+        self._collectives = Collectives(groups)
 
     def load(self) -> LoadReport:
         """Read this rank's weights and allocate its cache and buffers."""
         config, spec = self.config, self.config.spec
-        assert dist.group.WORLD is not None, "join comes before load"
-        budget = budget_for(config)
-        dispatcher = make_dispatcher(config.dispatch, dist.group.WORLD, self.rank, budget, self._device)
-        exchange = MoeExchange(config.layout, self.rank, dispatcher, self._sharing_group)
-        mesh = init_device_mesh(self._device.type, (config.layout.world_size, 1), mesh_dim_names=("ep", "tp"))
+        layout, budget = config.layout, budget_for(config)
+        dispatcher = make_dispatcher(config.dispatch, self._collectives, self.rank, budget, self._device)
+        exchange = MoeExchange(layout, self.rank, dispatcher, self._collectives)
+        mesh = init_device_mesh(self._device.type, (layout.world_size, 1), mesh_dim_names=("ep", "tp"))
         peak_before, started = _peak_memory(), time.perf_counter()
         model = load_sharded_model(spec, exchange, mesh["ep"], mesh["tp"])
         load_seconds, peak_after = time.perf_counter() - started, _peak_memory()
@@ -94,9 +105,16 @@ class RankEngine:
             cache = KvCache(
                 spec.attention, config.num_blocks, config.block_size, getattr(torch, spec.dtype), self._device
             )
+            counts = CountTensors(layout.dp_size, self._device)
+        target = TargetModel(model, exchange, cache)
+        allocator = BlockAllocator(config.num_blocks, config.block_size)
+        facts = partial(frozen_facts, dispatcher)
+        self.graphs = make_graphs(
+            config, self.rank, target, self._collectives, facts, RecordingMeans(config, allocator, facts), self._device
+        )
         scheduler = Scheduler(
             config.limits,
-            BlockAllocator(config.num_blocks, config.block_size),
+            allocator,
             spec.context_length,
             spec.vocab_size,
             spec.eos_token_ids,
@@ -104,11 +122,11 @@ class RankEngine:
         )
         self._loop = StepLoop(
             self.rank,
-            config.layout,
-            config.digest,
+            layout,
             scheduler,
-            Agreement(self._host_group, config.layout, budget.capacity),
-            ModelRunner(model, exchange, cache, self._device),
+            Agreement(self._host_group, layout),
+            StateReader(config, facts, self.graphs),
+            StepExecutor(target, self.graphs, counts, layout.dp_rank(self.rank), self._device),
             self.inbox,
             self.outbox,
             self._sharing_group,
@@ -126,8 +144,16 @@ class RankEngine:
         )
 
     def run(self) -> None:
-        """Run the loop until all ranks are told to stop; raises what a step raises."""
-        self._loop.run()
+        """Run the loop until all ranks are told to leave it; raises what a step raises.
+
+        A rank whose step raises closes its connections, so that the ranks that wait for it fail at once too.
+        """
+        self.inbox.stay()
+        try:
+            self._loop.run()
+        except BaseException:
+            dist.destroy_process_group()
+            raise
 
     @property
     def _timeout(self) -> timedelta:

@@ -128,8 +128,8 @@ def _refuse_unsupported_config(path: str, config: PreTrainedConfig) -> None:
     text_config = config.get_text_config()
     if not any(getattr(text_config, name, None) for name in _EXPERT_COUNT_NAMES):
         raise CheckpointError(
-            f"model={path!r}: the family {config.model_type!r} is not a Mixture-of-Experts model "
-            f"(none of {', '.join(_EXPERT_COUNT_NAMES)} is set in its config.json)"
+            f"model={path!r}: the family {config.model_type!r} is not a Mixture-of-Experts model that can be served "
+            f"(its config.json sets none of {', '.join(_EXPERT_COUNT_NAMES)})"
         )
     if getattr(config, "quantization_config", None) is not None:
         method = config.quantization_config
@@ -155,7 +155,10 @@ def _rope_types(text_config: PreTrainedConfig) -> set[str]:
 def _eos_token_ids(path: str, config: PreTrainedConfig) -> tuple[int, ...]:
     eos: Any = None
     if (Path(path) / "generation_config.json").is_file():
-        eos = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+        try:
+            eos = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(f"model={path!r}: its generation_config.json cannot be read: {error}") from error
     if eos is None:
         eos = getattr(config.get_text_config(), "eos_token_id", None)
     if eos is None:

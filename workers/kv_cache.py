@@ -58,10 +58,16 @@ class KvCache:
 
 
 class BlockAllocator:
-    """Hands out block numbers; the order is a function of the calls alone, so ranks that share a batch agree."""
+    """Hands out block numbers; the order is a function of the calls alone, so ranks that share a batch agree.
+
+    Attributes:
+        block_size: tokens a block holds.
+        num_blocks: blocks that can be handed out, the padding block not among them.
+    """
 
     def __init__(self, num_blocks: int, block_size: int):
         self.block_size = block_size
+        self.num_blocks = num_blocks - 1
         self._free = list(range(num_blocks - 1, PADDING_BLOCK, -1))
 
     @property

@@ -22,31 +22,36 @@ class Intake(msgspec.Struct, frozen=True):
 
 
 class Inbox:
-    """Requests for this rank, wake-up calls and the order to stop; filled by an actor thread, drained by the loop."""
+    """Requests for this rank, wake-up calls and the order to leave; filled by an actor thread, drained by the loop."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._requests: list[Request] = []
         self._aborts: list[int] = []
         self.wake_epoch = 0
-        self.stop = False
+        self._leave = False
 
-    def deliver(self, intake: Intake, wake_epoch: int, stop: bool = False) -> None:
+    def deliver(self, intake: Intake, wake_epoch: int, leave: bool = False) -> None:
         """Every delivery is also a wake-up call: the driver sends the same `wake_epoch` to all ranks."""
         with self._condition:
             self._requests.extend(intake.requests)
             self._aborts.extend(intake.aborts)
             self.wake_epoch = max(self.wake_epoch, wake_epoch)
-            self.stop = self.stop or stop
+            self._leave = self._leave or leave
             self._condition.notify_all()
 
     def take(self) -> tuple[Intake, int, bool]:
-        """All that arrived, the wake epoch it belongs to, and whether to stop; read together."""
+        """All that arrived, the wake epoch it belongs to, and whether to leave the loop; read together."""
         with self._condition:
             intake = Intake(tuple(self._requests), tuple(self._aborts))
             self._requests.clear()
             self._aborts.clear()
-            return intake, self.wake_epoch, self.stop
+            return intake, self.wake_epoch, self._leave
+
+    def stay(self) -> None:
+        """Forget the order to leave; for a loop that is run again."""
+        with self._condition:
+            self._leave = False
 
     def wait_beyond(self, wake_epoch: int) -> None:
         """Sleep until a wake-up call later than `wake_epoch` has come."""

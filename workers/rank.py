@@ -1,6 +1,7 @@
 """The actor around one rank. Ray calls come in here, on threads of their own; the step loop never makes one."""
 
 import os
+from typing import Any
 
 import msgspec
 import ray
@@ -59,13 +60,17 @@ class Rank:
     def load(self) -> LoadReport:
         return self._engine.load()
 
+    def capture(self, method: str, *args: Any) -> Any:
+        """One call of the capture protocol; see `graphs.lockstep.LockstepRank`."""
+        return getattr(self._engine.graphs, method)(*args)
+
     @ray.method(concurrency_group="loop")
     def run(self) -> None:
         self._engine.run()
 
     @ray.method(concurrency_group="deliveries")
-    def deliver(self, intake: Intake, wake_epoch: int, stop: bool = False) -> None:
-        self._engine.inbox.deliver(intake, wake_epoch, stop)
+    def deliver(self, intake: Intake, wake_epoch: int, leave: bool = False) -> None:
+        self._engine.inbox.deliver(intake, wake_epoch, leave)
 
     @ray.method(concurrency_group="reports")
     def next_output(self) -> RankOutput:

@@ -5,7 +5,7 @@ import zlib
 import msgspec
 
 from ..dispatch.layout import Layout
-from ..dispatch.limits import Limits
+from ..dispatch.limits import ExpertsKind, Limits
 from .config import WorkerConfig
 from .model_spec import ModelSpec
 
@@ -16,9 +16,11 @@ class RankConfig(msgspec.Struct, frozen=True):
     Attributes:
         spec: the model.
         layout: the arrangement of ranks.
-        limits: bounds of a step.
+        limits: bounds of a step, what the environment sets included.
         worker: how ranks compute.
-        dispatch: `allgather` or `alltoall`, resolved.
+        dispatch: `local`, `allgather` or `alltoall`, resolved.
+        experts: what computes the experts, resolved.
+        capacity: the most rows one rank may dispatch in one step, resolved; not multiplied by `ep_size`.
         block_size: tokens of a KV block.
         num_blocks: KV blocks, the padding block included.
     """
@@ -28,6 +30,8 @@ class RankConfig(msgspec.Struct, frozen=True):
     limits: Limits
     worker: WorkerConfig
     dispatch: str
+    experts: ExpertsKind
+    capacity: int
     block_size: int
     num_blocks: int
 

@@ -96,6 +96,7 @@ class RankStats(msgspec.Struct, frozen=True):
         running: requests being prefilled or decoded.
         waiting: requests not yet admitted, preempted ones included.
         steps: steps run, idle ones included.
+        replayed_steps: of these, steps that replayed a graph.
         decode_steps: steps in which this DP rank decoded.
         idle_steps: steps in which this DP rank ran a dummy token.
         preemptions: requests sent back to wait because KV blocks ran out.
@@ -109,6 +110,7 @@ class RankStats(msgspec.Struct, frozen=True):
     running: int = 0
     waiting: int = 0
     steps: int = 0
+    replayed_steps: int = 0
     decode_steps: int = 0
     idle_steps: int = 0
     preemptions: int = 0

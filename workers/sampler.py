@@ -36,10 +36,11 @@ def sample(logits_NV: torch.Tensor, sequences: list[Sequence]) -> list[int | str
 def _draw(logits_V: torch.Tensor, sequence: Sequence) -> int:
     sampling = sequence.request.sampling
     assert sampling.seed is not None, "the driver gives every sampled request a seed"
-    logits = logits_V.double() / sampling.temperature
+    logits = logits_V.double()
     if 0 < sampling.top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], float("-inf"))
-    probabilities = torch.softmax(logits, dim=-1)
+    # Relative to the largest: a tiny temperature must not overflow it.
+    probabilities = torch.softmax((logits - logits.max()) / sampling.temperature, dim=-1)
     if sampling.top_p < 1.0:
         descending, order = probabilities.sort(descending=True, stable=True)
         beyond = descending.cumsum(dim=-1) - descending >= sampling.top_p

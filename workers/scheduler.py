@@ -49,6 +49,11 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         return sum(piece.num_tokens for piece in self.slices)
 
+    @property
+    def num_due(self) -> int:
+        """Sequences whose next token this batch yields."""
+        return sum(piece.reaches_end for piece in self.slices)
+
 
 class Scheduler:
     """Requests of one DP rank.
@@ -111,7 +116,7 @@ class Scheduler:
                 return
 
     def schedule(self) -> ScheduledBatch:
-        """The next batch; its blocks are allocated. `update` must follow before the next call."""
+        """The next batch; its blocks are allocated. Without an `update`, the next call returns it again."""
         slices = self._prefill_slices()
         if slices:
             return ScheduledBatch(BatchKind.PREFILL, tuple(slices))

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from ..dispatch.layout import Layout
-from .agreement import Agreement, Proposal, StepPlan
+from .agreement import Agreement, Proposal, StateReader, StepPlan
+from .executor import StepExecutor
 from .mailbox import Inbox, Intake, Outbox
-from .model import ModelRunner
 from .request import Completion, RankStats
 from .sampler import sample
 from .scheduler import BatchKind, ScheduledBatch, Scheduler
@@ -18,15 +18,15 @@ _FAILED = -1
 
 
 class StepLoop:
-    """Runs until every rank is told to stop.
+    """Runs until every rank is told to leave; may be run again afterwards, requests under way go on.
 
     Args:
         rank: this rank.
         layout: the arrangement of ranks, equal on every rank.
-        config_digest: of everything that must be configured alike; compared in every agreement.
         scheduler: requests of this rank's DP rank.
         agreement: the host all-gather.
-        runner: the model.
+        state: what must be alike on all ranks, read from the live objects; compared in every agreement.
+        executor: runs a planned step.
         inbox: where requests come from; those of a DP rank come to its leader.
         outbox: where completions go; read at the leader.
         sharing_group: a Gloo group of the ranks that share this rank's batch; `None` when it shares it with none.
@@ -36,10 +36,10 @@ class StepLoop:
         self,
         rank: int,
         layout: Layout,
-        config_digest: int,
         scheduler: Scheduler,
         agreement: Agreement,
-        runner: ModelRunner,
+        state: StateReader,
+        executor: StepExecutor,
         inbox: Inbox,
         outbox: Outbox,
         sharing_group: dist.ProcessGroup | None,
@@ -47,20 +47,21 @@ class StepLoop:
         self._dp_rank = layout.dp_rank(rank)
         self._leader = layout.leader(self._dp_rank)
         self._is_leader = rank == self._leader
-        self._config_digest = config_digest
         self._scheduler = scheduler
         self._agreement = agreement
-        self._runner = runner
+        self._state = state
+        self._executor = executor
         self._inbox = inbox
         self._outbox = outbox
         self._sharing_group = sharing_group
         self._stats = RankStats(self._dp_rank)
+        self._step = 0
 
     def run(self) -> None:
-        step = 0
+        """Returns once all ranks leave. What was scheduled then is scheduled again when the loop runs again."""
         while True:
             started = time.perf_counter()
-            intake, wake_epoch, stop = self._inbox.take()
+            intake, wake_epoch, leave = self._inbox.take()
             encoded = b""
             if self._sharing_group is None:
                 self._accept(intake)
@@ -69,34 +70,34 @@ class StepLoop:
             batch = self._scheduler.schedule()
             plan = self._agreement.agree(
                 Proposal(
-                    config_digest=self._config_digest,
-                    step=step,
+                    state_digest=self._state.digest(),
+                    step=self._step,
                     kind=batch.kind,
                     num_tokens=batch.num_tokens,
+                    num_due=batch.num_due,
                     intake_bytes=len(encoded),
                     wake_epoch=wake_epoch,
-                    stop=int(stop),
-                )
+                    leave=int(leave),
+                ),
+                self._state,
             )
-            step += 1
-            if plan.stop:
-                return
-            if plan.is_pause:
-                self._inbox.wait_beyond(plan.wake_epoch)
-                continue
-            if plan.geometry is not None:
+            self._step += 1
+            if plan.geometry is not None and not plan.leave:
                 self._run_step(batch, plan, started)
             if plan.intake_bytes[self._dp_rank]:
                 self._accept(self._share_intake(encoded, plan.intake_bytes[self._dp_rank]))
+            if plan.leave:
+                return
+            if plan.is_pause:
+                self._inbox.wait_beyond(plan.wake_epoch)
 
     def _run_step(self, batch: ScheduledBatch, plan: StepPlan, started: float) -> None:
-        assert plan.geometry is not None
         model_started = time.perf_counter()
-        logits = self._runner.run(batch, plan.geometry)
+        logits = self._executor.run(batch, plan)
         model_seconds = time.perf_counter() - model_started
         next_token_ids = self._sample(batch, logits)
         completions = self._scheduler.update(batch, next_token_ids)
-        self._count(batch, len(next_token_ids), model_seconds, time.perf_counter() - started)
+        self._count(batch, plan, len(next_token_ids), model_seconds, time.perf_counter() - started)
         self._hand_out(completions)
 
     def _sample(self, batch: ScheduledBatch, logits_NV: torch.Tensor) -> list[int | str]:
@@ -139,11 +140,14 @@ class StepLoop:
         )
         self._outbox.publish(completions, self._stats)
 
-    def _count(self, batch: ScheduledBatch, num_sampled: int, model_seconds: float, step_seconds: float) -> None:
+    def _count(
+        self, batch: ScheduledBatch, plan: StepPlan, num_sampled: int, model_seconds: float, step_seconds: float
+    ) -> None:
         stats, decodes = self._stats, batch.kind is BatchKind.DECODE
         self._stats = msgspec.structs.replace(
             stats,
             steps=stats.steps + 1,
+            replayed_steps=stats.replayed_steps + (plan.graph is not None),
             decode_steps=stats.decode_steps + decodes,
             idle_steps=stats.idle_steps + (batch.kind is BatchKind.IDLE),
             generated_tokens=stats.generated_tokens + num_sampled,

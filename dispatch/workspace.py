@@ -1,0 +1,50 @@
+"""Bytes of FlashInfer's NVLink one-sided all-to-all workspace, known before any GPU is asked for."""
+
+from collections.abc import Sequence
+
+from .budget import RowFormat
+
+_CONTROL_ALIGNMENT = 128
+_PAYLOAD_ALIGNMENT = 256
+_MAX_PAYLOADS = 4
+_INT32_BYTES = 4
+
+
+def flashinfer_workspace_bytes(ep_size: int, capacity: int, formats: Sequence[RowFormat]) -> int:
+    """Bytes of one rank's workspace for unquantised rows; one workspace for all layers, the largest of each.
+
+    The rule is that of FlashInfer 0.7.4: `NVLinkOneSidedAlltoAll.__init__`
+    (moe_ep/backends/split/comm/nvlink_one_sided/communication.py) sizes the two payload regions, each of
+    `ep_size * max_tokens_per_rank` rows, and `calculateWorkspaceLayout` (csrc/nvlink_one_sided_alltoall.cu) lays them
+    out behind the control regions. The factor `ep_size` is inside; `capacity` comes without it. Holds for its fence
+    transport, the one that Hopper has; the transports of newer GPUs add regions. The driver rounds the allocation up
+    to its granularity.
+
+    Args:
+        ep_size: ranks, equal on every rank.
+        capacity: `max_tokens_per_rank`, the rows one rank dispatches at most; equal on every rank.
+        formats: of each MoE layer, equal on every rank.
+    """
+    hidden_size = max(row_format.hidden_size for row_format in formats)
+    top_k = max(row_format.top_k for row_format in formats)
+    element_bytes = max(row_format.dtype.itemsize for row_format in formats)
+    rows = ep_size * capacity
+    # A token travels as its hidden state, its expert ids (int32) and its routing weights (float32).
+    dispatched_bytes = rows * (hidden_size * element_bytes + 2 * top_k * 4) + _MAX_PAYLOADS * _PAYLOAD_ALIGNMENT
+    # Expert outputs come back at 16 bits an element or more.
+    combined_bytes = rows * hidden_size * max(element_bytes, 2)
+    routes_bytes = capacity * top_k * _INT32_BYTES
+    flags_bytes = ep_size * _INT32_BYTES
+
+    # A round counter, a token counter, rows sent to each rank, and rows received from each in two alternating rounds.
+    end = 2 * _INT32_BYTES + 3 * flags_bytes
+    end = _align(end, _CONTROL_ALIGNMENT) + flags_bytes
+    for _ in ("target ranks", "target rows"):
+        end = _align(end, _CONTROL_ALIGNMENT) + routes_bytes
+    end = _align(end, _PAYLOAD_ALIGNMENT) + _align(dispatched_bytes, _PAYLOAD_ALIGNMENT)
+    end = _align(end, _CONTROL_ALIGNMENT) + flags_bytes
+    return _align(end, _PAYLOAD_ALIGNMENT) + _align(combined_bytes, _PAYLOAD_ALIGNMENT)
+
+
+def _align(num_bytes: int, alignment: int) -> int:
+    return -(-num_bytes // alignment) * alignment

@@ -1,0 +1,54 @@
+"""CUDA graphs as a capture backend."""
+
+from typing import Any
+
+import torch
+
+from .backend import RecordedGraph, Step
+
+_WARM_UP_RUNS = 2
+
+
+class _CudaGraph:
+    def __init__(self, graph: torch.cuda.CUDAGraph, output: torch.Tensor, num_bytes: int):
+        self._graph = graph
+        self._output = output
+        self.num_bytes = num_bytes
+
+    def replay(self) -> torch.Tensor:
+        self._graph.replay()
+        return self._output
+
+
+class CudaGraphBackend:
+    """Captures on a side stream, into one memory pool a name.
+
+    Args:
+        device: the rank's GPU.
+    """
+
+    name = "CUDA graphs"
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pools: dict[str, Any] = {}
+
+    def warm_up(self, step: Step) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UP_RUNS):
+                step()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        torch.cuda.synchronize(self._device)
+
+    def record(self, step: Step, pool: str) -> RecordedGraph:
+        if pool not in self._pools:
+            self._pools[pool] = torch.cuda.graph_pool_handle()
+        free_before, _ = torch.cuda.mem_get_info(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pools[pool], stream=self._stream):
+            output = step()
+        torch.cuda.synchronize(self._device)
+        free_after, _ = torch.cuda.mem_get_info(self._device)
+        return _CudaGraph(graph, output, max(0, free_before - free_after))

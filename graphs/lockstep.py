@@ -1,0 +1,128 @@
+"""A rank's half of lockstep capture: agree, rehearse, record, commit. The driver's half calls these on all ranks.
+
+Nothing in agree and rehearse communicates with another rank, so until the driver has compared what all ranks would
+freeze, nothing can hang. Recording runs collectives; by then all ranks have rehearsed the same ones in the same order.
+A rank never skips an entry alone, and never keeps a graph that not all ranks have.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import torch
+
+from ..dispatch.errors import GeometryError
+from .capture_mode import CaptureMode
+from .plan import CaptureEntry, CapturePlan
+from .record import RecordedGeometry
+from .report import AgreeReply, GraphReport, GraphUse
+from .runner import GraphRunner
+
+CAPTURE_OWNER = "driver"
+
+
+class LockstepRank:
+    """Graphs of one rank, and the calls through which the driver has them made.
+
+    Args:
+        rank: this rank.
+        runners: by kind.
+        can_record: whether this rank's means (KV slots, workspace, memory) allow an entry; the reason if not.
+    """
+
+    def __init__(self, rank: int, runners: Mapping[str, GraphRunner], can_record: Callable[[CaptureEntry], str | None]):
+        self.mode = CaptureMode()
+        self.runners = dict(runners)
+        self._rank = rank
+        self._can_record = can_record
+        self._recorded: dict[CaptureEntry, RecordedGeometry] = {}
+        self.commit_plan(CapturePlan(()))
+        self._replays: Counter[CaptureEntry] = Counter()
+        self._eager: Counter[str] = Counter()
+
+    def agree(self, plan: CapturePlan) -> AgreeReply:
+        """Check the plan against this rank's means."""
+        refused = [(entry, reason) for entry in plan.entries if (reason := self._can_record(entry)) is not None]
+        return AgreeReply(self._rank, plan.digest, tuple(refused))
+
+    @torch.inference_mode()
+    def rehearse(self, plan: CapturePlan) -> tuple[RecordedGeometry, ...]:
+        """What a recording of each entry would freeze, one capture deeper than now; sends nothing."""
+        return tuple(self.runners[entry.kind].rehearse(entry, self.mode.depth + 1) for entry in plan.entries)
+
+    def begin(self) -> None:
+        """Enter capture mode, and forget the graphs of before."""
+        self.discard()
+        self.mode.enter(CAPTURE_OWNER)
+
+    @torch.inference_mode()
+    def warm_up(self, entry: CaptureEntry) -> None:
+        """Collective: every rank warms up the same entry."""
+        self._require_capture(entry)
+        self.runners[entry.kind].warm_up(entry)
+
+    @torch.inference_mode()
+    def record(self, entry: CaptureEntry) -> RecordedGeometry:
+        """Collective: every rank records the same entry. Returns what was frozen."""
+        self._require_capture(entry)
+        frozen = self.runners[entry.kind].record(entry, self.mode.depth)
+        self._recorded[entry] = frozen
+        return frozen
+
+    def end(self) -> int:
+        """Leave capture mode; returns the depth that is left, which must be 0 on every rank."""
+        self.mode.leave(CAPTURE_OWNER)
+        return self.mode.depth
+
+    def commit(self, plan: CapturePlan) -> int:
+        """Use exactly the graphs of this plan from now on; returns the digest of what is held."""
+        missing = [str(entry) for entry in plan.entries if entry not in self._recorded]
+        if missing or len(self._recorded) != len(plan.entries):
+            raise GeometryError(
+                f"rank {self._rank} is to hold {len(plan.entries)} graphs and recorded {len(self._recorded)}; "
+                f"missing: {', '.join(missing) or 'none'}"
+            )
+        self.commit_plan(plan)
+        return self.committed_digest
+
+    def fail(self, message: str) -> None:
+        """The driver gives the capture up: leave capture mode, hold no graphs, and raise on this rank too."""
+        self.mode.clear()
+        self.discard()
+        raise GeometryError(message)
+
+    def discard(self) -> None:
+        """Hold no graphs."""
+        for runner in self.runners.values():
+            runner.discard()
+        self._recorded.clear()
+        self._replays.clear()
+        self.commit_plan(CapturePlan(()))
+
+    def commit_plan(self, plan: CapturePlan) -> None:
+        self.committed = plan
+        self.committed_digest = plan.digest
+
+    def count_replay(self, entry: CaptureEntry) -> None:
+        self._replays[entry] += 1
+
+    def count_eager(self, reason: str) -> None:
+        self._eager[reason] += 1
+
+    def report(self) -> GraphReport:
+        """Which graphs exist, what they hold, and how often they ran."""
+        pools = {id(runner.buffers): runner.buffers.num_bytes for runner in self.runners.values()}
+        backends = sorted({runner.backend.name for runner in self.runners.values()})
+        return GraphReport(
+            rank=self._rank,
+            backend=", ".join(backends) or "none",
+            static_bytes=sum(pools.values()),
+            graphs=tuple(
+                GraphUse(entry, self.runners[entry.kind].num_bytes(entry), self._replays[entry])
+                for entry in self.committed.entries
+            ),
+            eager_steps=tuple(sorted(self._eager.items())),
+        )
+
+    def _require_capture(self, entry: CaptureEntry) -> None:
+        if not self.mode.is_on:
+            raise GeometryError(f"rank {self._rank} is asked to record {entry} outside capture mode")

@@ -1,0 +1,160 @@
+"""The one graph runner: any kind of step, recorded once a bucket and replayed on static buffers."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..dispatch.collective_call import CollectiveCall
+from ..dispatch.collectives import Collectives
+from ..dispatch.errors import GeometryError
+from ..dispatch.geometry import StepGeometry
+from ..dispatch.layout import Layout
+from .backend import CaptureBackend, RecordedGraph
+from .kinds import GraphKind
+from .plan import CaptureEntry
+from .record import RecordedGeometry
+from .static import StaticBuffers
+
+StepFunction = Callable[[Mapping[str, torch.Tensor], StepGeometry, CaptureEntry], torch.Tensor]
+"""Runs a step on its input views, `(views, geometry, entry) -> output`; the output has as many rows as are due."""
+
+
+@dataclass(frozen=True)
+class FrozenFacts:
+    """What a recording freezes beside its shapes, read from the live dispatcher and experts; equal on every rank."""
+
+    dispatcher: str
+    expert_backend: str
+    capacity: int
+    workspace_bytes: int
+    tuning: str = ""
+    quantisation_scales: tuple[float, ...] = ()
+
+
+class GraphRunner:
+    """Graphs of one kind of step.
+
+    Args:
+        kind: its declaration.
+        step: the step itself; the same code runs eagerly, in rehearsal, in recording and in static replay.
+        buffers: input buffers, shared by all kinds that run the same model.
+        max_requests: the most requests in a step.
+        backend: how steps are recorded.
+        layout: the arrangement of ranks, equal on every rank.
+        rank: this rank.
+        collectives: through which the step exchanges.
+        facts: reads what a recording freezes.
+    """
+
+    def __init__(
+        self,
+        kind: GraphKind,
+        step: StepFunction,
+        buffers: StaticBuffers,
+        max_requests: int,
+        backend: CaptureBackend,
+        layout: Layout,
+        rank: int,
+        collectives: Collectives,
+        facts: Callable[[], FrozenFacts],
+    ):
+        self.kind = kind
+        self.buffers = buffers
+        self.backend = backend
+        self._step = step
+        self._max_requests = max_requests
+        self._layout = layout
+        self._rank = rank
+        self._collectives = collectives
+        self._facts = facts
+        self._graphs: dict[CaptureEntry, RecordedGraph] = {}
+
+    def geometry(self, entry: CaptureEntry) -> StepGeometry:
+        """The geometry of every step that this entry's graph runs; equal on every rank."""
+        return StepGeometry.captured(self._layout, entry.num_tokens, capacity=self._facts().capacity)
+
+    def sizes(self, entry: CaptureEntry) -> dict[str, int]:
+        """Rows of the input views: tokens after padding, requests, and rows whose output is due."""
+        num_tokens = self.geometry(entry).num_tokens(self._rank)
+        if self.kind.unit == "tokens":
+            num_requests = min(entry.bucket, self._max_requests)
+            return {"tokens": num_tokens, "requests": num_requests, "due": num_requests}
+        return {"tokens": num_tokens, "requests": entry.bucket, "due": entry.num_tokens}
+
+    def rehearse(self, entry: CaptureEntry, capture_depth: int) -> RecordedGeometry:
+        """Run the step's code without sending anything; returns what a recording would freeze."""
+        with self._collectives.rehearsing() as calls:
+            self._padded_step(entry)()
+        return self._record_of(entry, calls, capture_depth)
+
+    def warm_up(self, entry: CaptureEntry) -> None:
+        """Run the step outside a recording; collective over all ranks."""
+        self.backend.warm_up(self._padded_step(entry))
+
+    def record(self, entry: CaptureEntry, capture_depth: int) -> RecordedGeometry:
+        """Record the step; collective over all ranks. Returns what was frozen."""
+        with self._collectives.listing() as calls:
+            self._graphs[entry] = self.backend.record(self._padded_step(entry), self.kind.model)
+        return self._record_of(entry, calls, capture_depth)
+
+    def discard(self) -> None:
+        """Forget all graphs of this kind."""
+        self._graphs.clear()
+
+    def num_bytes(self, entry: CaptureEntry) -> int:
+        return self._graphs[entry].num_bytes
+
+    def replay(self, entry: CaptureEntry, values: Mapping[str, torch.Tensor], num_due: int) -> torch.Tensor:
+        """Copy in, pad, replay, slice out; collective over all ranks, which replay the same entry.
+
+        Args:
+            entry: which graph; equal on every rank.
+            values: this rank's inputs, at most as many rows as the entry has; none at all on an idle rank.
+            num_due: rows of the output that carry a result.
+
+        Raises:
+            GeometryError: there is no such graph.
+        """
+        if entry not in self._graphs:
+            raise GeometryError(f"rank {self._rank} has no graph {entry}")
+        self.buffers.fill(self.buffers.views(self.sizes(entry)), values)
+        return self._graphs[entry].replay()[:num_due]
+
+    def run_padded(self, entry: CaptureEntry, values: Mapping[str, torch.Tensor], num_due: int) -> torch.Tensor:
+        """The same step with the same padding, run directly; what a replay must equal to the bit."""
+        self.buffers.fill(self.buffers.views(self.sizes(entry)), values)
+        return self._step_on_views(entry)[:num_due]
+
+    def _padded_step(self, entry: CaptureEntry) -> Callable[[], torch.Tensor]:
+        """The step on an empty batch: all padding, as an idle rank runs it."""
+        self.buffers.fill(self.buffers.views(self.sizes(entry)), {})
+        return lambda: self._step_on_views(entry)
+
+    def _step_on_views(self, entry: CaptureEntry) -> torch.Tensor:
+        return self._step(self.buffers.views(self.sizes(entry)), self.geometry(entry), entry)
+
+    def _record_of(
+        self, entry: CaptureEntry, collectives: list[CollectiveCall], capture_depth: int
+    ) -> RecordedGeometry:
+        geometry, facts = self.geometry(entry), self._facts()
+        lengths = geometry.buffer_lengths(self._rank)
+        return RecordedGeometry(
+            kind=entry.kind,
+            bucket=entry.bucket,
+            tokens_per_request=entry.tokens_per_request,
+            layer=entry.layer,
+            global_num_tokens_cpu=None if lengths.num_tokens is None else tuple(lengths.num_tokens),
+            dp_buffer_length=lengths.global_length,
+            padding_mode=geometry.padding_mode.name,
+            runtime_max_tokens_per_rank=geometry.runtime_max_tokens_per_rank(self._rank),
+            static_buffers=self.buffers.shapes(self.sizes(entry)),
+            dispatcher=facts.dispatcher,
+            expert_backend=facts.expert_backend,
+            capacity=facts.capacity,
+            workspace_bytes=facts.workspace_bytes,
+            tuning=facts.tuning,
+            quantisation_scales=facts.quantisation_scales,
+            capture_depth=capture_depth,
+            collectives=tuple(collectives),
+        )

@@ -1,0 +1,82 @@
+"""Configurations that cannot work, each refused before anything starts, with the setting to change."""
+
+import pytest
+
+
+@pytest.fixture
+def said_of_config(refused, prompts_file, random_models, tmp_path):
+    """What the command line says of a configuration file, with the path of the file cut out."""
+
+    def run(text: str, *options: str) -> str:
+        config = tmp_path / "pool.yaml"
+        config.write_text(text.replace("MODEL", random_models["qwen3_moe"]))
+        prompts = prompts_file({"prompt_token_ids": [5]})
+        output = tmp_path / "out.jsonl"
+        said = refused("generate", "--config", config, "--prompts", prompts, "--output", output, *options)
+        assert not output.exists()
+        return said.replace(f"--config {config}", "--config FILE")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("model: MODEL\nrank: 2", "--config FILE: unknown key rank: did you mean ranks?"),
+        ("model: MODEL\nxyz: 2", "--config FILE: unknown key xyz: known: model, ranks, attn_tp_size, dtype"),
+        (
+            "model: MODEL\nlimits: {chunk_prefill_size: 5}",
+            "unknown key limits.chunk_prefill_size: did you mean limits.chunked_prefill_size?",
+        ),
+        (
+            "model: MODEL\nplacement: {timeout: 5}",
+            "unknown key placement.timeout: did you mean placement.timeout_s?",
+        ),
+        ("model: MODEL\nranks: two", "--config FILE: Expected `int`, got `str` - at `$.ranks`"),
+        ("model: MODEL\ndtype: float64", "--config FILE: Invalid enum value 'float64' - at `$.dtype`"),
+        ("model: MODEL\nlimits: 5", "--config FILE: Expected `object`, got `int` - at `$.limits`"),
+        ("ranks: 2", "--config FILE: Object missing required field `model`"),
+        ("- model", "--config FILE: holds list, not a mapping of settings"),
+        ("model: [", "--config FILE: neither YAML nor JSON"),
+        ("model: MODEL\nranks: 0", "ranks=0 is not a positive multiple of attn_tp_size=1"),
+        ("model: MODEL\nranks: -2", "ranks=-2 is not a positive multiple of attn_tp_size=1"),
+        ("model: MODEL\nranks: 3\nattn_tp_size: 2", "ranks=3 is not a positive multiple of attn_tp_size=2"),
+        ("model: MODEL\nattn_tp_size: 0", "ranks=1 is not a positive multiple of attn_tp_size=0"),
+        ("model: MODEL\nlimits: {chunked_prefill_size: 0}", "limits.chunked_prefill_size=0 is below 1"),
+        ("model: MODEL\nlimits: {max_running_requests: 0}", "limits.max_running_requests=0 is below 1"),
+        ("model: MODEL\ncache: {block_size: 0}", "cache.block_size=0 is below 1"),
+        ("model: MODEL\ncache: {num_tokens: 15}", "cache.num_tokens=15 is less than one block of cache.block_size=16"),
+        ("model: MODEL\nworker: {threads: 0}", "worker.threads=0 is below 1"),
+        ("model: MODEL\nworker: {step_timeout_s: 0}", "worker.step_timeout_s=0.0 is not above 0"),
+        ("model: MODEL\nplacement: {timeout_s: 0}", "placement.timeout_s=0.0 is not above 0"),
+        ("model: MODEL\nplacement: {gpus_per_rank: -1}", "placement.gpus_per_rank=-1.0 is below 0"),
+    ],
+)
+def test_a_bad_setting_is_refused_by_its_name(text, complaint, said_of_config):
+    assert complaint in said_of_config(text)
+
+
+def test_an_option_out_of_bounds_is_refused_like_a_setting(said_of_config):
+    said = said_of_config("model: MODEL", "--ranks", "3", "--attn-tp-size", "2")
+    assert "ranks=3 is not a positive multiple of attn_tp_size=2: set ranks to dp_size * attn_tp_size" in said
+
+
+def test_a_config_file_that_is_missing(refused, prompts_file, tmp_path):
+    prompts = prompts_file({"prompt_token_ids": [5]})
+    path = tmp_path / "nowhere.yaml"
+    said = refused("generate", "--config", path, "--prompts", prompts, "--output", tmp_path / "out.jsonl")
+    assert f"--config {path}: No such file or directory" in said
+
+
+def test_no_model_at_all(refused, prompts_file, tmp_path):
+    prompts = prompts_file({"prompt_token_ids": [5]})
+    said = refused("generate", "--prompts", prompts, "--output", tmp_path / "out.jsonl")
+    assert "give --model FOLDER, or --config FILE with a model" in said
+
+
+def test_an_address_where_no_cluster_answers(refused, prompts_file, random_models, tmp_path):
+    said = refused(
+        *("generate", "--model", random_models["qwen3_moe"], "--prompts", prompts_file({"prompt_token_ids": [5]})),
+        *("--output", tmp_path / "out.jsonl", "--address", "127.0.0.1:1"),
+    )
+    assert "address='127.0.0.1:1': no Ray cluster answers there" in said

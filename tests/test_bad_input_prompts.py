@@ -1,0 +1,129 @@
+"""Files of prompts: what is read from a good one, and what is said of a bad one."""
+
+import json
+
+import pytest
+from expert_pool.cluster import ConfigError, SamplingParams
+from expert_pool.cluster.prompts import PromptEntry, read_prompts
+
+DEFAULTS = SamplingParams(max_new_tokens=7, temperature=0.5)
+
+
+def test_a_line_gives_a_prompt_an_id_and_what_differs_from_the_defaults(prompts_file):
+    path = prompts_file(
+        {"prompt": "one"},
+        "",
+        {"id": "b", "prompt_token_ids": [1, 2], "temperature": 0, "max_new_tokens": 3, "ignore_eos": True},
+        {"id": 17, "prompt": "three", "stop": "end", "top_k": 4, "top_p": 0.5, "seed": 9},
+        {"prompt": "four", "stop": ["a", "b"]},
+    )
+    assert read_prompts(path, DEFAULTS) == [
+        PromptEntry("1", 1, "one", DEFAULTS),
+        PromptEntry("b", 3, (1, 2), SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)),
+        PromptEntry("17", 4, "three", SamplingParams(7, 0.5, top_k=4, top_p=0.5, seed=9, stop=("end",))),
+        PromptEntry("5", 5, "four", SamplingParams(7, 0.5, stop=("a", "b"))),
+    ]
+
+
+def test_any_text_that_json_allows_is_read_as_it_is(prompts_file, tmp_path):
+    text = "line\nseparator\u2028next\x85line\x0c é 日本 🎉"
+    path = prompts_file(json.dumps({"prompt": text}, ensure_ascii=False) + "\r")
+    assert [entry.prompt for entry in read_prompts(path, DEFAULTS)] == [text]
+
+    marked = tmp_path / "marked.jsonl"
+    marked.write_bytes(b'\xef\xbb\xbf{"prompt": "after a byte order mark"}')
+    assert [entry.prompt for entry in read_prompts(str(marked), DEFAULTS)] == ["after a byte order mark"]
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ('{"prompt": "x"', "line 2: not JSON: "),
+        ("hello", "line 2: not JSON: "),
+        ('["x"]', "line 2: a list, not a JSON object"),
+        ("{}", "line 2: give either prompt or prompt_token_ids"),
+        ({"prompt": "x", "prompt_token_ids": [1]}, "line 2: give either prompt or prompt_token_ids"),
+        ({"prompt": ""}, "line 2: the prompt is empty"),
+        ({"prompt_token_ids": []}, "line 2: the prompt is empty"),
+        ({"prompt": 5}, "line 2: Expected `str | null`, got `int` - at `$.prompt`"),
+        ({"prompt_token_ids": [1, "x"]}, "line 2: Expected `int`, got `str` - at `$.prompt_token_ids[1]`"),
+        ({"prompt": "x", "max_tokens": 5}, "line 2: unknown key max_tokens: did you mean max_new_tokens?"),
+        ({"prompt": "x", "Temperatur": 5}, "line 2: unknown key Temperatur: did you mean temperature?"),
+        ({"prompt": "x", "zzz": 5}, "line 2: unknown key zzz: known: id, prompt, prompt_token_ids, max_new_tokens"),
+        ({"prompt": "x", "temperature": -1}, "line 2: temperature=-1.0: set temperature to 0 (greedy) or more"),
+        ({"prompt": "x", "max_new_tokens": 0}, "line 2: max_new_tokens=0: set max_new_tokens to 1 or more"),
+        ({"prompt": "x", "id": "first"}, "line 2: id 'first' is that of line 1"),
+        ({"prompt": "x", "id": True}, "line 2: Expected `int | str | null`, got `bool` - at `$.id`"),
+    ],
+)
+def test_a_bad_line_is_refused_by_its_number(line, complaint, refused, prompts_file, random_models, tmp_path):
+    path = prompts_file({"id": "first", "prompt_token_ids": [1]}, line, {"prompt_token_ids": [2]})
+    said = refused("generate", "--model", random_models["qwen3_moe"], "--prompts", path, "--output", tmp_path / "o")
+    assert f"--prompts {path}, {complaint}" in said
+    assert not (tmp_path / "o").exists()
+
+
+def test_an_id_may_not_be_the_number_that_another_line_goes_by(prompts_file):
+    with pytest.raises(ConfigError, match="line 2: id '1' is that of line 1"):
+        read_prompts(prompts_file({"prompt": "x"}, {"id": 1, "prompt": "y"}), DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"", "holds no prompts"),
+        (b"\n  \n", "holds no prompts"),
+        (b'{"prompt": "\xff"}', "not UTF-8 text"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_a_file_without_prompts_is_refused(content, complaint, refused, random_models, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    said = refused("generate", "--model", random_models["qwen3_moe"], "--prompts", path, "--output", tmp_path / "o")
+    assert f"--prompts {path}: {complaint}" in said
+
+
+def test_a_folder_of_prompts_is_refused(refused, random_models, tmp_path):
+    said = refused("generate", "--model", random_models["qwen3_moe"], "--prompts", tmp_path, "--output", tmp_path / "o")
+    assert f"--prompts {tmp_path}: Is a directory" in said
+
+
+def test_a_prompt_longer_than_the_context_is_refused(refused, prompts_file, random_models, tmp_path):
+    path = prompts_file({"prompt_token_ids": [5] * 511}, {"prompt_token_ids": [5] * 512})
+    said = refused("generate", "--model", random_models["qwen3_moe"], "--prompts", path, "--output", tmp_path / "o")
+    assert "line 2: 512 tokens; the model's context of 512 holds a prompt of at most 511" in said
+
+
+def test_a_text_prompt_longer_than_the_context_is_refused(refused, prompts_file, tiny_moe, tmp_path):
+    path = prompts_file({"prompt": "a statement " * 2000})
+    said = refused("generate", "--model", tiny_moe, "--prompts", path, "--output", tmp_path / "o")
+    assert "line 1: " in said
+    assert "the model's context of 1024 holds a prompt of at most 1023" in said
+
+
+def test_a_text_prompt_is_refused_where_the_folder_carries_no_tokenizer(refused, prompts_file, random_models, tmp_path):
+    path = prompts_file({"prompt_token_ids": [5]}, {"prompt": "def add("})
+    said = refused("generate", "--model", random_models["qwen3_moe"], "--prompts", path, "--output", tmp_path / "o")
+    assert "prompt 'def add(' is text, and the model folder carries no tokenizer" in said
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "complaint"),
+    [
+        ("--max-new-tokens", "0", "max_new_tokens=0: set max_new_tokens to 1 or more"),
+        ("--temperature", "-2", "temperature=-2.0: set temperature to 0 (greedy) or more"),
+        ("--top-p", "0", "top_p=0.0: set top_p to above 0 and at most 1"),
+        ("--top-k", "-3", "top_k=-3: set top_k to 0 (all tokens) or more"),
+        ("--seed", "-1", "seed=-1: set seed to between 0"),
+    ],
+)
+def test_a_sampling_option_out_of_bounds_is_refused(
+    option, value, complaint, refused, prompts_file, random_models, tmp_path
+):
+    path = prompts_file({"prompt_token_ids": [5]})
+    said = refused(
+        "generate", "--model", random_models["qwen3_moe"], "--prompts", path, "--output", tmp_path / "o", option, value
+    )
+    assert complaint in said

@@ -1,0 +1,126 @@
+"""Hazards of serving: ranks with nothing to do, uneven work, and places in a cluster."""
+
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import ray
+from expert_pool.cluster import ExpertPool, PlacementConfig, PoolConfig, RankStats, SamplingParams
+from plain_ranks import PlainRanks
+from ray.cluster_utils import Cluster
+
+RANKS = 4
+IDLE_S = 2.0
+# A busy loop would take 2 s; what a sleeping process takes to be asked for its times is far below.
+IDLE_CPU_S = 0.1
+
+
+@pytest.fixture(scope="module")
+def gang(random_models) -> Iterator[PlainRanks]:
+    """Four ranks, each with a batch of its own."""
+    with PlainRanks(PoolConfig(model=random_models["qwen3_moe"], ranks=RANKS)) as ranks:
+        yield ranks
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+
+
+def settled_stats(gang: PlainRanks) -> dict[int, RankStats]:
+    """Counters of all ranks once they stand still: as many steps on each."""
+    while len(gang.stats) < RANKS or len({stats.steps for stats in gang.stats.values()}) > 1:
+        _, stats = gang._report()
+        gang.stats[stats.dp_rank] = stats
+    return dict(gang.stats)
+
+
+def cpu_seconds(gang: PlainRanks) -> list[float]:
+    times = [psutil.Process(process.pid).cpu_times() for process in gang.processes]
+    return [one.user + one.system for one in times]
+
+
+def test_h4_idle_ranks_run_every_step_of_the_one_that_is_busy(gang, references):
+    prompt = [5, 17, 42, 99]
+    before = settled_stats(gang) if gang.stats else {rank: RankStats(rank) for rank in range(RANKS)}
+    [completion] = gang.generate([prompt], greedy(200))
+    after = settled_stats(gang)
+
+    assert len(completion.token_ids) == 200
+    expected = references["qwen3_moe"].greedy(prompt, 30)
+    assert completion.token_ids[: len(expected)] == expected
+    assert after[0].decode_steps - before[0].decode_steps == 199
+    for rank in (1, 2, 3):
+        assert after[rank].idle_steps - before[rank].idle_steps == 200
+        assert after[rank].generated_tokens == before[rank].generated_tokens
+
+
+def test_h8_idle_ranks_take_no_cpu_and_wake_together_again_and_again(gang, references):
+    expected = references["qwen3_moe"].greedy([7, 8, 9], 10)
+    for num_prompts in (1, RANKS, 2):
+        completions = gang.generate([[7, 8, 9]] * num_prompts, SamplingParams(max_new_tokens=10))
+        assert [completion.token_ids for completion in completions] == [expected] * num_prompts
+        settled_stats(gang)
+
+        before = cpu_seconds(gang)
+        time.sleep(IDLE_S)
+        spent = [end - start for start, end in zip(before, cpu_seconds(gang), strict=True)]
+
+        assert max(spent) < IDLE_CPU_S, f"CPU seconds of each rank in {IDLE_S} idle seconds: {spent}"
+
+
+def test_h8_ranks_that_went_idle_stop_when_told_to(random_models):
+    with PlainRanks(PoolConfig(model=random_models["qwen3_moe"], ranks=2)) as ranks:
+        ranks.generate([[3, 4]], greedy(2))
+        started = time.monotonic()
+    assert [process.exitcode for process in ranks.processes] == [0, 0]
+    assert time.monotonic() - started < 9, "the ranks were killed after 10 s rather than stopped"
+
+
+@pytest.mark.parametrize("lengths", [(1, 3, 17, 40, 64, 150, 300), (40,)], ids=["7_prompts", "1_prompt"])
+def test_h17_any_number_of_prompts_finishes_on_four_ranks(lengths, gang, references):
+    prompts = [[(7 * length + 3 * position) % 126 + 2 for position in range(length)] for length in lengths]
+    completions = gang.generate(prompts, SamplingParams(max_new_tokens=16))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert completion.token_ids == references["qwen3_moe"].greedy(prompt, 16), len(prompt)
+
+
+@pytest.fixture(scope="module")
+def headless_cluster() -> Iterator[str]:
+    """A cluster whose head has no place for a rank, and a worker node with places for four; the head's node id."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "num_gpus": 0, "include_dashboard": False})
+    worker = cluster.add_node(num_cpus=4, num_gpus=4)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    yield ray.get_runtime_context().get_node_id()
+    ray.shutdown()
+    cluster.remove_node(worker)
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def two_pools(headless_cluster, random_models) -> Iterator[tuple[ExpertPool, ExpertPool]]:
+    """Two pools side by side; each of their ranks asks for a logical GPU, and computes on CPU."""
+    config = PoolConfig(
+        model=random_models["qwen3_moe"], ranks=2, placement=PlacementConfig(gpus_per_rank=1, timeout_s=60)
+    )
+    with ExpertPool.launch(config) as first, ExpertPool.launch(config) as second:
+        yield first, second
+
+
+def test_h18_a_pool_runs_on_a_cluster_whose_head_has_no_place_for_a_rank(headless_cluster, two_pools, references):
+    pool = two_pools[0]
+    [completion] = pool.generate([[5, 17, 42]], SamplingParams(max_new_tokens=8))
+    assert completion.token_ids == references["qwen3_moe"].greedy([5, 17, 42], 8)
+    assert headless_cluster not in {place.node_id for place in pool.status().places}
+
+
+def test_h20_two_pools_side_by_side_hold_disjoint_gpus_and_generate(two_pools, references):
+    gpu_ids = [place.gpu_ids for pool in two_pools for place in pool.status().places]
+    assert [len(ids) for ids in gpu_ids] == [1, 1, 1, 1]
+    assert len({gpu_id for ids in gpu_ids for gpu_id in ids}) == 4
+
+    prompts = [[5, 17, 42], [9, 9], [100]]
+    streams = [pool.generate(prompts, SamplingParams(max_new_tokens=8)) for pool in two_pools]
+    for stream in streams:
+        tokens = {completion.index: completion.token_ids for completion in stream}
+        assert [tokens[i] for i in range(3)] == [references["qwen3_moe"].greedy(prompt, 8) for prompt in prompts]

@@ -1,0 +1,97 @@
+"""What a rank holds after loading, and what it needed on the way, on a checkpoint large enough to tell."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expert_pool.cluster import CacheConfig, Limits, PoolConfig
+from expert_pool.cluster.config import resolve
+from expert_pool.workers.engine import RankEngine
+from expert_pool.workers.inspection import inspect_model
+from expert_pool.workers.rank_config import LoadReport, RankConfig
+from models import COMMON
+from plain_ranks import CONTEXT, DEADLINE_S
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers.initialization import no_init_weights
+
+RANKS = 4
+SLACK = 300 << 20
+
+
+@pytest.fixture(scope="module")
+def large_model(tmp_path_factory) -> Iterator[str]:
+    """About 800 MB in float32, nearly all of it experts, in shards."""
+    folder = tmp_path_factory.mktemp("large")
+    config = Qwen3MoeConfig(
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=32,
+        num_experts_per_tok=2,
+        moe_intermediate_size=1024,
+        **COMMON | {"hidden_size": 512},
+    )
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 0.01)
+    model.save_pretrained(folder, max_shard_size="100MB")
+    del model
+    yield str(folder)
+    shutil.rmtree(folder)
+
+
+def load_all(config: RankConfig) -> list[LoadReport]:
+    """Load every rank in a process of its own, all at once, and nothing else."""
+    ports, reports = CONTEXT.Queue(), CONTEXT.Queue()
+    ranks = range(config.layout.world_size)
+    processes = [CONTEXT.Process(target=_load, args=(config, rank, ports, reports)) for rank in ranks]
+    for process in processes:
+        process.start()
+    received = sorted((reports.get(timeout=DEADLINE_S) for _ in ranks), key=lambda report: report.rank)
+    for process in processes:
+        process.join(timeout=DEADLINE_S)
+    return received
+
+
+def _load(config: RankConfig, rank: int, ports: Any, reports: Any) -> None:
+    engine = RankEngine(config, rank)
+    if rank == 0:
+        port = engine.open_rendezvous("127.0.0.1")
+        for _ in range(config.layout.world_size - 1):
+            ports.put(port)
+    else:
+        port = ports.get(timeout=DEADLINE_S)
+    engine.join("127.0.0.1", port)
+    reports.put(engine.load())
+
+
+def test_a_rank_reads_its_own_experts_and_needs_little_more_memory_than_they_take(large_model):
+    config = PoolConfig(model=large_model, ranks=RANKS, cache=CacheConfig(num_tokens=512), limits=Limits(64, 8))
+    spec = inspect_model(large_model)
+    on_disk = sum(file.stat().st_size for file in Path(large_model).glob("*.safetensors"))
+    assert len(list(Path(large_model).glob("*.safetensors"))) > RANKS
+    assert spec.expert_bytes > 0.98 * on_disk
+
+    for report in load_all(resolve(config, spec)):
+        assert report.expert_bytes == spec.expert_bytes // RANKS
+        assert report.dense_bytes == spec.dense_bytes
+        own = report.expert_bytes + report.dense_bytes
+        grown = report.peak_memory - report.peak_memory_before
+        assert own * 0.9 < grown, "the weights are in memory, so the peak must show them"
+        assert grown < 1.3 * own + SLACK
+        assert 1.3 * own + SLACK < spec.expert_bytes, "the bound would not tell a rank that held all experts"
+
+
+@pytest.mark.parametrize(("ranks", "attn_tp_size"), [(1, 1), (2, 1), (4, 2)])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "mixtral"])
+def test_expert_bytes_of_a_rank_are_its_share_in_every_family(family, ranks, attn_tp_size, random_models):
+    spec = inspect_model(random_models[family])
+    config = PoolConfig(model=random_models[family], ranks=ranks, attn_tp_size=attn_tp_size)
+    reports = load_all(resolve(config, spec))
+    assert [report.rank for report in reports] == list(range(ranks))
+    assert {report.expert_bytes for report in reports} == {spec.expert_bytes // ranks}
+    assert {report.dense_bytes for report in reports} == {spec.dense_bytes}

@@ -1,0 +1,204 @@
+"""`expert-pool plan`: what it prints is what is allocated, and a configuration that cannot work says all of why."""
+
+import re
+
+import pytest
+import ray
+import torch
+import yaml
+from click.testing import CliRunner
+from expert_pool.cluster import CacheConfig, Limits, PoolConfig
+from expert_pool.cluster.cli import main
+from expert_pool.cluster.plan_report import make_plan
+from expert_pool.dispatch.capacity import CAPACITY_VARIABLE
+from expert_pool.dispatch.collectives import Collectives
+from expert_pool.dispatch.limits import step_widths
+from expert_pool.dispatch.select import make_dispatcher
+from expert_pool.workers.engine import budget_for, row_formats
+from expert_pool.workers.kv_cache import KvCache
+from models import FAMILIES
+
+CPU = torch.device("cpu")
+
+
+def plan(folder, tmp_path, exit_code=0, **settings) -> str:
+    """What the command prints for these settings, given as a file."""
+    path = tmp_path / "pool.yaml"
+    path.write_text(yaml.safe_dump({"model": folder, **settings}))
+    result = CliRunner().invoke(main, ["plan", "--config", str(path)])
+    assert result.exit_code == exit_code, result.output
+    assert not ray.is_initialized()
+    return result.output
+
+
+def printed(output: str, what: str) -> tuple[int | None, int]:
+    """Rows and bytes that the table gives for a buffer."""
+    [line] = [line for line in output.splitlines() if re.match(rf"│ {re.escape(what)} +│", line)]
+    rows, num_bytes = (cell.strip().replace(",", "") for cell in line.split("│")[2:4])
+    return int(rows) if rows else None, int(num_bytes)
+
+
+@pytest.mark.parametrize("dispatch", ["allgather", "alltoall"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_H10_bytes_printed_equal_bytes_allocated(family, dispatch, random_models, tmp_path):
+    limits = {"chunked_prefill_size": 96, "max_running_requests": 24}
+    if dispatch == "alltoall":
+        limits["max_dispatch_tokens_per_rank"] = 100
+    settings = {
+        "ranks": 4,
+        "attn_tp_size": 2,
+        "dispatch": dispatch,
+        "cache": {"num_tokens": 1024, "block_size": 8},
+    }
+    output = plan(random_models[family], tmp_path, limits=limits, **settings)
+    config = make_plan(
+        PoolConfig(
+            model=random_models[family],
+            ranks=4,
+            attn_tp_size=2,
+            dispatch=dispatch,
+            cache=CacheConfig(num_tokens=1024, block_size=8),
+            limits=Limits(**limits),
+        )
+    ).config
+
+    budget = budget_for(config)
+    dispatcher = make_dispatcher(config.dispatch, Collectives({}), 0, budget, CPU)
+    names = ("dispatch: send", "dispatch: receive", "dispatch: combine")
+    assert sum(printed(output, name)[1] for name in names) == dispatcher.num_bytes
+    assert printed(output, "dispatch: send")[1] == dispatcher.buffers.send.nbytes
+    assert printed(output, "dispatch: combine")[1] == dispatcher.buffers.returned.nbytes
+    rows = {printed(output, name)[0] for name in names}
+    assert rows == {4 * (100 if dispatch == "alltoall" else 48)}
+    assert dispatcher.buffers.receive.nbytes == rows.pop() * max(
+        row_format.row_bytes for row_format in row_formats(config.spec)
+    )
+
+    dtype = getattr(torch, config.spec.dtype)
+    cache = KvCache(config.spec.attention, config.num_blocks, config.block_size, dtype, CPU)
+    assert printed(output, "KV cache") == (1024 + 8, cache.num_bytes)
+    total = sum(printed(output, name)[1] for name in (*names, "KV cache", "dense weights", "experts", "graph inputs"))
+    assert printed(output, "total")[1] == total
+
+
+@pytest.mark.parametrize("dispatch", ["allgather", "alltoall"])
+def test_the_buffers_of_a_rank_have_the_capacity_of_its_configuration(dispatch, tiny_moe):
+    report = make_plan(PoolConfig(model=tiny_moe, ranks=2, dispatch=dispatch))
+    assert report.config.capacity == {"allgather": 2048, "alltoall": 4096}[dispatch]
+    assert budget_for(report.config).capacity == report.config.capacity
+
+
+def test_a_single_rank_exchanges_nothing(tiny_moe, tmp_path):
+    output = plan(tiny_moe, tmp_path, ranks=1)
+    assert "dispatch local" in output
+    assert "dispatch: send" not in output
+    assert "capacity: 2,048 rows a rank, by limits.max_prefill_tokens, by default limits.chunked_prefill_size" in output
+
+
+def test_H10_plan_shows_the_workspace_and_expert_rows_of_cutedsl_experts(tiny_moe, tmp_path):
+    limits = {"max_dispatch_tokens_per_rank": 2048}
+    output = plan(tiny_moe, tmp_path, ranks=4, dispatch="alltoall", experts="cutedsl", dtype="bfloat16", limits=limits)
+    rows, num_bytes = printed(output, "expert outputs")
+    assert (rows, num_bytes) == (4 * 2048, 4 * 2048 * 256 * 2)
+    assert "FlashInfer" in output
+    assert "generate would refuse: experts='cutedsl' can be planned for, not launched" in output
+
+
+def test_H11_plan_sizes_the_allgather_for_every_batch(tiny_moe, tmp_path):
+    output = plan(tiny_moe, tmp_path, ranks=4, dispatch="allgather", limits={"max_prefill_tokens": 3000})
+    assert printed(output, "dispatch: receive")[0] == 4 * 3000
+    assert "capacity: 3,000 rows a rank, by limits.max_prefill_tokens" in output
+
+
+def test_plan_names_the_term_of_each_bound(tiny_moe, tmp_path, monkeypatch):
+    monkeypatch.setenv(CAPACITY_VARIABLE, "6000")
+    output = plan(
+        tiny_moe,
+        tmp_path,
+        ranks=2,
+        dispatch="alltoall",
+        limits={
+            "chunked_prefill_size": 512,
+            "max_running_requests": 300,
+            "speculative_algorithm": "EAGLE",
+            "speculative_num_draft_tokens": 8,
+        },
+    )
+    for line in (
+        "prefill step: 512 tokens a batch, by limits.chunked_prefill_size",
+        "tokens per request: 8 tokens, by target_verify",
+        "largest step: 2,400 tokens a batch, by limits.max_running_requests x 8 tokens a request",
+        "largest forward: 2,400 tokens a batch, by limits.max_running_requests x 8 tokens a request",
+        "capacity: 6,000 rows a rank, by EXPERT_POOL_MAX_DISPATCH_TOKENS_PER_RANK",
+        "capacity needed: 2,400 rows a rank, by limits.max_running_requests x 8 tokens a request",
+    ):
+        assert line in output
+
+
+@pytest.mark.parametrize("algorithm", [None, "EAGLE", "FROZEN_KV_MTP", "MULTI_LAYER_EAGLE"])
+def test_plan_lists_the_graphs_of_every_kind(algorithm, tiny_moe, tmp_path):
+    limits = {
+        "chunked_prefill_size": 64,
+        "max_running_requests": 6,
+        "speculative_algorithm": algorithm,
+        "speculative_num_draft_tokens": 3,
+        "speculative_eagle_topk": 2,
+        "speculative_num_steps": 2,
+    }
+    output = plan(tiny_moe, tmp_path, ranks=2, limits=limits)
+    assert "graphs of piecewise, in tokens: 16, 32, 64\n" in output
+    listed = dict(re.findall(r"graphs of (\w+), in requests x (\d+) tokens[^:]*: 1, 2, 4, 6\n", output))
+    assert listed == {width.kind: str(width.tokens_per_request) for width in step_widths(Limits(**limits))}
+    assert ("each for 2 draft layers" in output) == (algorithm == "MULTI_LAYER_EAGLE")
+
+
+def test_plan_without_graphs_says_so(tiny_moe, tmp_path):
+    output = plan(tiny_moe, tmp_path, ranks=2, limits={"disable_cuda_graph": True})
+    assert "graphs: none" in output
+    assert "graph inputs" not in output
+
+
+def test_plan_of_a_bad_configuration_lists_every_problem(tiny_moe, tmp_path):
+    output = plan(
+        tiny_moe,
+        tmp_path,
+        exit_code=2,
+        ranks=3,
+        dispatch="alltoall",
+        experts="cutedsl",
+        limits={"max_prefill_tokens": 16384, "max_dispatch_tokens_per_rank": 100},
+    )
+    problems = [line for line in output.splitlines() if line.startswith("would fail: ")]
+    assert len(problems) == 3
+    for said, problem in zip(
+        ("cannot be divided over ranks=3", "is below the 2048 rows", "below the 16384 tokens of the largest forward"),
+        problems,
+        strict=True,
+    ):
+        assert said in problem
+    assert "dispatch: FlashInfer" in output, "sizes are shown all the same"
+
+
+def test_H11_plan_reports_a_step_above_the_allgather_buffers(tiny_moe, tmp_path):
+    limits = {"max_prefill_tokens": 256, "disable_piecewise_cuda_graph": True}
+    output = plan(tiny_moe, tmp_path, exit_code=2, ranks=2, dispatch="allgather", limits=limits)
+    assert "would fail: a step may hold 2048 tokens of a batch" in output
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_roles_can_be_planned_for(mode, tiny_moe, tmp_path):
+    output = plan(tiny_moe, tmp_path, ranks=2, limits={"disaggregation_mode": mode})
+    assert f"role {mode}" in output
+    assert f"generate would refuse: limits.disaggregation_mode='{mode}'" in output
+
+
+def test_plan_says_that_a_capacity_rests_where_nothing_uses_it(tiny_moe, tmp_path):
+    limits = {"max_dispatch_tokens_per_rank": 1}
+    output = plan(tiny_moe, tmp_path, ranks=2, dispatch="allgather", limits=limits)
+    assert "limits.max_dispatch_tokens_per_rank rests: dispatch allgather is not an all-to-all" in output
+
+
+def test_a_plan_that_holds_has_no_problems(tiny_moe):
+    report = make_plan(PoolConfig(model=tiny_moe, ranks=2, dispatch="alltoall"))
+    assert report.problems == report.refusals == ()
+    assert report.total_bytes == sum(buffer.num_bytes for buffer in report.buffers) > 0

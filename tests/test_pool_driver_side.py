@@ -1,0 +1,173 @@
+"""The driver's parts that need no cluster: configuration files, routing, states, and what is said of failures."""
+
+import json
+
+import msgspec
+import pytest
+from expert_pool.cluster import (
+    CacheConfig,
+    CheckpointError,
+    GeometryError,
+    Limits,
+    PlacementConfig,
+    PoolConfig,
+    RankError,
+    SamplingParams,
+    WorkerConfig,
+    load_config,
+)
+from expert_pool.cluster.driver import describe_failure
+from expert_pool.cluster.driver_state import DriverState, may_follow
+from expert_pool.cluster.pool import tokenize
+from expert_pool.cluster.router import Router
+from expert_pool.dispatch.errors import ConfigError
+from expert_pool.workers.request import Request
+from hypothesis import given
+from hypothesis import strategies as st
+
+FULL = PoolConfig(
+    model="folder",
+    ranks=4,
+    attn_tp_size=2,
+    dtype="bfloat16",
+    dispatch="alltoall",
+    address="local",
+    limits=Limits(chunked_prefill_size=100, max_running_requests=9),
+    cache=CacheConfig(block_size=8, num_tokens=640, max_bytes=1000),
+    worker=WorkerConfig(threads=3, step_timeout_s=10.0),
+    placement=PlacementConfig(cpus_per_rank=0.5, gpus_per_rank=1.0, timeout_s=5.0, start_timeout_s=6.0),
+)
+
+
+@pytest.mark.parametrize(("name", "encode"), [("pool.yaml", msgspec.yaml.encode), ("pool.json", msgspec.json.encode)])
+def test_a_configuration_survives_a_file(name, encode, tmp_path):
+    (tmp_path / name).write_bytes(encode(FULL))
+    assert load_config(str(tmp_path / name), {}) == FULL
+
+
+def test_options_lie_over_the_file_and_leave_the_rest(tmp_path):
+    (tmp_path / "pool.json").write_text(json.dumps({"model": "a", "ranks": 2, "limits": {"max_running_requests": 7}}))
+    config = load_config(
+        str(tmp_path / "pool.json"),
+        {
+            "model": "b",
+            "ranks": None,
+            "limits": {"chunked_prefill_size": 50, "max_running_requests": None},
+            "cache": {"num_tokens": None},
+        },
+    )
+    assert config == PoolConfig(model="b", ranks=2, limits=Limits(chunked_prefill_size=50, max_running_requests=7))
+
+
+def test_options_alone_make_a_configuration():
+    assert load_config(None, {"model": "a", "worker": {"threads": 2}}) == PoolConfig(
+        model="a", worker=WorkerConfig(threads=2)
+    )
+
+
+def request(key: int, prompt_length: int = 10, new_tokens: int = 10) -> Request:
+    return Request(key, (1,) * prompt_length, SamplingParams(max_new_tokens=new_tokens))
+
+
+def keys(assigned: dict[int, list[Request]]) -> dict[int, list[int]]:
+    return {dp_rank: [one.key for one in requests] for dp_rank, requests in assigned.items()}
+
+
+def test_a_request_goes_to_the_rank_with_the_fewest_tokens():
+    router = Router(dp_size=3, window=10)
+    for key, length in enumerate([100, 1, 1, 1, 1]):
+        router.add(request(key, length))
+    assert keys(router.assign()) == {0: [0], 1: [1, 3], 2: [2, 4]}
+
+
+def test_requests_beyond_the_window_wait_for_the_rank_that_is_done_first():
+    router = Router(dp_size=2, window=2)
+    for key in range(6):
+        router.add(request(key))
+    assert keys(router.assign()) == {0: [0, 2], 1: [1, 3]}
+    assert router.assign() == {}
+    assert router.forget({1, 3}) == {1: [1, 3]}
+    assert keys(router.assign()) == {1: [4, 5]}
+
+
+def test_forgotten_requests_are_not_assigned():
+    router = Router(dp_size=1, window=1)
+    for key in range(4):
+        router.add(request(key))
+    assert keys(router.assign()) == {0: [0]}
+    assert router.forget({0, 2, 99}) == {0: [0]}
+    assert keys(router.assign()) == {0: [1]}
+    assert router.forget({1}) == {0: [1]}
+    assert keys(router.assign()) == {0: [3]}
+
+
+@given(lengths=st.lists(st.integers(1, 100), max_size=40), dp_size=st.integers(1, 5), window=st.integers(1, 4))
+def test_every_request_reaches_one_rank_and_no_rank_holds_more_than_its_window(lengths, dp_size, window):
+    router = Router(dp_size, window)
+    for key, length in enumerate(lengths):
+        router.add(request(key, length))
+    held: dict[int, set[int]] = {dp_rank: set() for dp_rank in range(dp_size)}
+    seen: list[int] = []
+    while assigned := keys(router.assign()):
+        for dp_rank, new in assigned.items():
+            held[dp_rank] |= set(new)
+            seen += new
+            assert len(held[dp_rank]) <= window
+        busiest = max(held, key=lambda dp_rank: len(held[dp_rank]))
+        assert router.forget({min(held[busiest])}) == {busiest: [min(held[busiest])]}
+        held[busiest].remove(min(held[busiest]))
+    assert sorted(seen) == list(range(len(lengths)))
+
+
+def test_states_go_one_way_and_anything_under_way_may_fail_or_stop():
+    order = [
+        DriverState.CREATED,
+        DriverState.PLACING,
+        DriverState.STARTING,
+        DriverState.LOADING,
+        DriverState.READY,
+    ]
+    ends = [DriverState.STOPPING, DriverState.FAILED]
+    for position, state in enumerate(order):
+        allowed = {following for following in DriverState if may_follow(state, following)}
+        assert allowed == {*order[position + 1 : position + 2], *ends}
+    assert {following for following in DriverState if may_follow(DriverState.STOPPING, following)} == {
+        DriverState.STOPPED
+    }
+    for state in (DriverState.STOPPED, DriverState.FAILED):
+        assert not any(may_follow(state, following) for following in DriverState)
+
+
+def test_of_several_failures_the_likely_cause_is_named():
+    lost_peer = RuntimeError("[gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.1]:5")
+    error = describe_failure({0: lost_peer, 1: ValueError("the matrix is odd"), 2: lost_peer}, "while running")
+    assert isinstance(error, RankError)
+    assert str(error) == "rank 1 failed while running: ValueError: the matrix is odd"
+
+
+def test_an_error_that_all_ranks_raise_keeps_its_type_and_names_them():
+    failures = {rank: GeometryError("ranks disagree") for rank in range(3)}
+    error = describe_failure(failures, "while running")
+    assert type(error) is GeometryError
+    assert str(error) == "ranks disagree (raised on ranks [0, 1, 2])"
+    assert type(describe_failure({1: CheckpointError("bad")}, "during load")) is CheckpointError
+
+
+def test_ranks_that_stop_unasked_are_a_failure():
+    assert "all ranks stopped while running without being told to" in str(describe_failure({}, "while running"))
+
+
+def test_token_ids_may_come_from_arrays_and_tensors():
+    import numpy
+    import torch
+
+    prompts = [[1, 2], (3,), numpy.array([4, 5]), torch.tensor([6]), range(2)]
+    token_ids = tokenize(prompts, None)
+    assert token_ids == [(1, 2), (3,), (4, 5), (6,), (0, 1)]
+    assert {type(token_id) for prompt in token_ids for token_id in prompt} == {int}
+
+
+@pytest.mark.parametrize("prompt", [[1.5], ["a"], [[1]], 5, None, [2**63]])
+def test_a_prompt_that_is_neither_text_nor_integers_is_refused(prompt):
+    with pytest.raises(ConfigError, match=r"a prompt is a text or|does not fit into 64 bits"):
+        tokenize([prompt], None)

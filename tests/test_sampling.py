@@ -1,0 +1,169 @@
+"""From logits to tokens: limits, ties, and seeds that mean the same wherever and with whomever a request runs."""
+
+import pytest
+import torch
+from expert_pool.cluster import CacheConfig, ConfigError, Limits, PoolConfig, SamplingParams
+from expert_pool.workers.request import Request
+from expert_pool.workers.sampler import sample, uniform
+from expert_pool.workers.sequence import Sequence
+from hypothesis import given
+from hypothesis import strategies as st
+from plain_ranks import PlainRanks
+
+DRAWS = 200
+
+
+def sequence(sampling: SamplingParams, num_generated: int = 0) -> Sequence:
+    started = Sequence(Request(0, (1, 2), sampling), max_length=10_000, decode=None)
+    started.token_ids += [3] * num_generated
+    return started
+
+
+def drawn(logits: list[float], **settings: float) -> set[int | str]:
+    """Every token that many draws at different positions give."""
+    sampling = SamplingParams(seed=11, **{"temperature": 1.0, **settings})
+    sequences = [sequence(sampling, position) for position in range(DRAWS)]
+    return set(sample(torch.tensor([logits] * DRAWS), sequences))
+
+
+def test_greedy_takes_the_first_of_equal_logits():
+    assert sample(torch.tensor([[0.0, 2.0, 2.0, 1.0]]), [sequence(SamplingParams())]) == [1]
+
+
+def test_without_limits_every_likely_token_is_drawn():
+    assert drawn([1.0, 1.0, 1.0, 1.0]) == {0, 1, 2, 3}
+
+
+def test_top_k_draws_among_the_k_most_likely():
+    assert drawn([0.1, 0.4, 0.3, 0.2], top_k=2) == {1, 2}
+    assert drawn([0.1, 0.4, 0.3, 0.2], top_k=1) == {1}
+    assert drawn([0.1, 0.4, 0.3, 0.2], top_k=100) == {0, 1, 2, 3}
+
+
+def test_top_p_draws_among_the_fewest_tokens_that_reach_the_share():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
+    assert drawn(logits, top_p=0.7) == {0, 1}
+    assert drawn(logits, top_p=0.9) == {0, 1, 2}
+    assert drawn(logits, top_p=1e-9) == {0}, "the most likely token is always left"
+
+
+def test_draws_follow_the_distribution():
+    sampling = SamplingParams(seed=3, temperature=1.0)
+    logits = torch.tensor([[0.7, 0.2, 0.1]] * 4000).log()
+    tokens = torch.tensor(sample(logits, [sequence(sampling, position) for position in range(4000)]))
+    shares = tokens.bincount(minlength=3) / 4000
+    assert shares.tolist() == pytest.approx([0.7, 0.2, 0.1], abs=0.03)
+
+
+@given(
+    logits=st.lists(st.floats(-60, 60, width=32), min_size=1, max_size=40),
+    temperature=st.floats(5e-324, 1e300),
+    top_p=st.floats(0, 1, exclude_min=True),
+    top_k=st.integers(0, 50),
+    seed=st.integers(0, 2**64 - 1),
+    position=st.integers(0, 5),
+)
+def test_any_setting_in_bounds_draws_a_token_that_top_k_allows(logits, temperature, top_p, top_k, seed, position):
+    sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    row = torch.tensor(logits)
+    [token] = sample(row.unsqueeze(0), [sequence(sampling, position)])
+    assert 0 <= token < len(logits)
+    allowed = min(top_k or len(logits), len(logits))
+    assert (row > row[token]).sum() < allowed
+
+
+def test_the_number_behind_a_draw_depends_on_seed_and_position():
+    numbers = {uniform(seed, position) for seed in (0, 1, 2**64 - 1) for position in range(50)}
+    assert len(numbers) == 150
+    assert all(0 <= number < 1 for number in numbers)
+    assert uniform(5, 7) == uniform(5, 7)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_request_with_logits_that_are_not_finite_fails_alone(bad, temperature):
+    logits = torch.tensor([[0.0, 3.0], [bad, 1.0], [2.0, 0.0]])
+    sampling = SamplingParams(temperature=temperature, seed=1, top_k=1)
+    first, failed, last = sample(logits, [sequence(sampling, num_generated=4)] * 3)
+    assert (first, last) == (1, 0)
+    assert failed == "the model's logits are not finite after 6 tokens"
+
+
+def test_no_sequences_give_no_tokens():
+    assert sample(torch.zeros(0, 5), []) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0: set max_new_tokens to 1 or more"),
+        ({"temperature": -0.5}, "temperature=-0.5: set temperature to 0 (greedy) or more"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_p": 0.0}, "top_p=0.0: set top_p to above 0 and at most 1"),
+        ({"top_p": 1.5}, "top_p=1.5"),
+        ({"top_k": -1}, "top_k=-1: set top_k to 0 (all tokens) or more"),
+        ({"seed": -1}, "seed=-1: set seed to between 0 and 2**64 - 1"),
+        ({"seed": 2**64}, "set seed to between"),
+        ({"stop": ("",)}, "at least one character"),
+    ],
+)
+def test_a_setting_out_of_bounds_is_refused_with_its_bound(settings, complaint):
+    with pytest.raises(ConfigError) as refusal:
+        SamplingParams(**settings)
+    assert complaint in str(refusal.value)
+
+
+PROMPTS = [[5, 17, 42], [9], [100, 3] * 12, [64], list(range(2, 50)), [7, 7, 7]]
+NEW_TOKENS = 24
+
+
+def seeded() -> list[SamplingParams]:
+    """Each request samples its own way; the last two are alike but for the seed."""
+    ways = [{}, {"top_k": 5}, {"top_p": 0.8}, {"temperature": 1.5, "top_k": 20, "top_p": 0.9}, {}, {}]
+    return [
+        SamplingParams(
+            **{"temperature": 0.9, "seed": 1000 + i, "max_new_tokens": NEW_TOKENS, "ignore_eos": True, **way}
+        )
+        for i, way in enumerate(ways)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(random_models) -> list[tuple[int, ...]]:
+    """The tokens of each request on a single rank without company."""
+    with PlainRanks(PoolConfig(model=random_models["qwen3_moe"])) as ranks:
+        return [
+            ranks.generate([prompt], [sampling])[0].token_ids
+            for prompt, sampling in zip(PROMPTS, seeded(), strict=True)
+        ]
+
+
+@pytest.mark.parametrize(("ranks", "attn_tp_size"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_seeded_tokens_are_the_same_on_any_number_of_ranks_and_in_any_company(
+    ranks, attn_tp_size, alone, random_models
+):
+    config = PoolConfig(model=random_models["qwen3_moe"], ranks=ranks, attn_tp_size=attn_tp_size)
+    with PlainRanks(config) as gang:
+        together = gang.generate(PROMPTS, seeded())
+        backwards = gang.generate(PROMPTS[::-1], seeded()[::-1])
+    assert [completion.token_ids for completion in together] == alone
+    assert [completion.token_ids for completion in backwards[::-1]] == alone
+
+
+def test_seeded_tokens_are_the_same_after_preemption(alone, random_models):
+    config = PoolConfig(
+        model=random_models["qwen3_moe"],
+        limits=Limits(chunked_prefill_size=16),
+        cache=CacheConfig(block_size=4, num_tokens=96),
+    )
+    with PlainRanks(config) as gang:
+        completions = gang.generate(PROMPTS, seeded())
+        assert gang.stats[0].preemptions > 0
+    assert [completion.token_ids for completion in completions] == alone
+
+
+def test_another_seed_gives_other_tokens(random_models):
+    settings = [SamplingParams(temperature=1.0, seed=seed, max_new_tokens=NEW_TOKENS) for seed in range(4)]
+    with PlainRanks(PoolConfig(model=random_models["qwen3_moe"])) as gang:
+        completions = gang.generate([[5, 17, 42]] * 4, settings)
+    assert len({completion.token_ids for completion in completions}) == 4

@@ -1,8 +1,8 @@
 """Tokens per second of a pool of 2 ranks on 2 cores over Transformers' `generate` in one process with 2 threads.
 
-Both complete the same 64 prompts of mixed length, in one run of this script, for the tiny example model and for a random
-one of about 150 million parameters. The baseline is one padded batch, as `generate` takes it. Ratios are printed, and
-the share of a decode step that the pool spends outside the model (agreement, scheduling, sampling).
+Both complete the same 64 prompts of mixed length, in one run of this script, for the tiny example model and for a
+random one of about 150 million parameters. The baseline is one padded batch, as `generate` takes it. Ratios are
+printed, and the share of a decode step that the pool spends outside the model (agreement, scheduling, sampling).
 """
 
 import json

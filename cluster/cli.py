@@ -101,7 +101,10 @@ def plan(**options: Any) -> None:
     with _orderly_exit(Console(stderr=True)):
         from .plan_report import make_plan, print_plan
 
-        print_plan(make_plan(_pool_config(options)), console)
+        report = make_plan(_pool_config(options))
+        print_plan(report, console)
+        if report.problems:
+            sys.exit(EXIT_REFUSED)
 
 
 def _pool_config(options: dict[str, Any]) -> PoolConfig:

@@ -12,7 +12,7 @@ from ..dispatch.capacity import CAPACITY_VARIABLE, budget_problems
 from ..dispatch.errors import ConfigError
 from ..dispatch.layout import Layout
 from ..dispatch.limits import DispatchKind, ExpertsKind, Limits
-from ..workers.config import CacheConfig, DTypeName, WorkerConfig
+from ..workers.config import CacheConfig, DeviceName, DTypeName, WorkerConfig
 from ..workers.model_spec import ModelSpec
 from ..workers.rank_config import RankConfig
 
@@ -22,7 +22,7 @@ class PlacementConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         cpus_per_rank: logical CPUs; unset: the rank's threads.
-        gpus_per_rank: logical GPUs.
+        gpus_per_rank: logical GPUs; 0 with worker.device `cuda` means 1.
         timeout_s: how long to wait for a place for every rank; on an autoscaled cluster, for nodes to come.
         start_timeout_s: how long ranks may take to start, meet and load.
     """
@@ -79,7 +79,8 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def bundle(self) -> dict[str, float]:
         """Resources of one rank's placement-group bundle."""
         cpus = self.placement.cpus_per_rank
-        wanted = {"CPU": float(self.worker.threads) if cpus is None else cpus, "GPU": self.placement.gpus_per_rank}
+        gpus = self.placement.gpus_per_rank or (1.0 if self.worker.device == "cuda" else 0.0)
+        wanted = {"CPU": float(self.worker.threads) if cpus is None else cpus, "GPU": gpus}
         return {name: amount for name, amount in wanted.items() if amount}
 
 
@@ -145,7 +146,7 @@ def resolve_unchecked(config: PoolConfig, spec: ModelSpec) -> RankConfig:
     """As `resolve`, for configurations that may not work: `plan` shows those too."""
     layout = config.layout
     limits = with_environment(config.limits)
-    dispatch = resolve_dispatch(config.dispatch, layout)
+    dispatch = resolve_dispatch(config.dispatch, layout, config.worker.device)
     experts: ExpertsKind = "torch" if config.experts == "auto" else config.experts
     block_size = config.cache.block_size
     blocks_of_one_context = -(-spec.context_length // block_size)
@@ -217,11 +218,20 @@ def with_environment(limits: Limits) -> Limits:
     return msgspec.structs.replace(limits, max_dispatch_tokens_per_rank=capacity)
 
 
-def resolve_dispatch(wanted: str, layout: Layout) -> str:
-    """The dispatcher a pool uses: none for one rank; `auto` is the all-gather, which measured faster over Gloo."""
+def resolve_dispatch(wanted: str, layout: Layout, device: DeviceName) -> str:
+    """The dispatcher a pool uses: none for one rank; `auto` is the all-gather on CPUs and FlashInfer's on GPUs.
+
+    Raises:
+        ConfigError: a dispatcher that the device does not have.
+    """
     if layout.world_size == 1:
         return "local"
-    return "allgather" if wanted == "auto" else wanted
+    available = {"cpu": ("allgather", "alltoall"), "cuda": ("flashinfer", "allgather")}[device]
+    if wanted == "auto":
+        return available[0]
+    if wanted not in available:
+        raise ConfigError(f"dispatch={wanted!r} does not run on worker.device={device!r}: use one of {available}")
+    return wanted
 
 
 def _merge(settings: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

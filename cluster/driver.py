@@ -167,6 +167,10 @@ class Driver:
         self._enter(DriverState.CAPTURING)
         await asyncio.gather(*self._deliver({}, leave=True))
         await asyncio.wait(self._fates.values())
+        lost = {rank: error for rank, fate in self._fates.items() if (error := fate.result()) is not None}
+        if lost:
+            await self._fail(describe_failure(lost, "while leaving the loop"))
+            raise cast(ExpertPoolError, self._failure)
         try:
             self._graphs = await capture_in_lockstep(make_plan(self._config.limits), self._capture_on_all_ranks)
             return self._graphs
@@ -237,6 +241,7 @@ class Driver:
         failed = any(call.exception() for call in done)
         ended = await self._follow_failure(calls) if failed and pending else calls
         failures = {rank: error for rank, call in ended.items() if call.done() and (error := call.exception())}
+        self._ended_ranks |= {rank for rank, error in failures.items() if isinstance(error, RayActorError)}
         if failures:
             raise describe_failure(failures, f"during {_readable(method, args)}")
         if pending:

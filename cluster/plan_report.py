@@ -19,12 +19,13 @@ from ..dispatch.budget import (
 )
 from ..dispatch.capacity import CAPACITY_VARIABLE
 from ..dispatch.errors import CheckpointError, ConfigError
-from ..dispatch.limits import Limits, step_widths
+from ..dispatch.limits import ALL_TO_ALL_KINDS, Limits, step_widths
 from ..dispatch.workspace import flashinfer_workspace_bytes
 from ..graphs.plan import CaptureEntry
+from ..graphs.plan import make_plan as make_capture_plan
 from ..workers.checkpoint import check_weights
 from ..workers.engine import budget_for, row_formats
-from ..workers.graph_set import planned, static_bytes
+from ..workers.graph_set import draft_cache, static_bytes
 from ..workers.inspection import inspect_model
 from ..workers.rank_config import RankConfig
 from .config import PoolConfig, configuration_problems, refuse_unbuilt, resolve_unchecked
@@ -130,13 +131,17 @@ def _buffers(config: RankConfig) -> tuple[PlannedBuffer, ...]:
             f"{spec.kv_bytes_per_token:,} bytes a token",
         ),
     ]
+    draft_width = sum(shape.width for shape in draft_cache(config))
+    if draft_width:
+        num_bytes = slots * draft_width * spec.dtype_bytes
+        buffers.append(PlannedBuffer("draft KV cache", slots, num_bytes, "of the draft layers, same blocks"))
     graph_bytes = static_bytes(config)
     if graph_bytes:
         buffers.append(PlannedBuffer("graph inputs", None, graph_bytes, "static buffers that all buckets share"))
     if config.dispatch == "local":
         return tuple(buffers)
     formats = row_formats(spec)
-    if config.dispatch == "alltoall" and config.experts == "cutedsl":
+    if config.dispatch == "flashinfer" or (config.dispatch == "alltoall" and config.experts == "cutedsl"):
         buffers.append(_flashinfer_workspace(config, formats))
     else:
         buffers += _exchange_buffers(config, budget_for(config))
@@ -181,14 +186,14 @@ def _bounds(config: RankConfig, given: Limits) -> tuple[PlannedBound, ...]:
         ("largest forward", largest_forward(limits), "tokens a batch"),
         ("capacity", capacity, "rows a rank"),
     ]
-    if config.dispatch == "alltoall":
+    if config.dispatch in ALL_TO_ALL_KINDS:
         bounds.append(("capacity needed", needed_capacity(limits, layout, config.experts), "rows a rank"))
     return tuple(PlannedBound(name, bound.value, unit, bound.term) for name, bound, unit in bounds)
 
 
 def _graphs(config: RankConfig) -> tuple[PlannedGraphs, ...]:
     kinds: dict[tuple[str, int], list[CaptureEntry]] = {}
-    for entry in planned(config).entries:
+    for entry in make_capture_plan(config.limits).entries:
         kinds.setdefault((entry.kind, entry.tokens_per_request), []).append(entry)
     return tuple(
         PlannedGraphs(
@@ -231,7 +236,7 @@ def print_plan(report: PlanReport, console: Console) -> None:
     for bound in report.bounds:
         _say(console, f"  {bound.name}: {bound.value:,} {bound.unit}, by {bound.term}")
     _print_graphs(report, console)
-    if config.dispatch != "alltoall" and config.limits.max_dispatch_tokens_per_rank is not None:
+    if config.dispatch not in ALL_TO_ALL_KINDS and config.limits.max_dispatch_tokens_per_rank is not None:
         _say(console, f"limits.max_dispatch_tokens_per_rank rests: dispatch {config.dispatch} is not an all-to-all")
     for refusal in report.refusals:
         _say(console, f"generate would refuse: {refusal}", style="yellow")

@@ -5,6 +5,7 @@ import operator
 import os
 import secrets
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,12 +20,13 @@ from ..dispatch.errors import CheckpointError, ConfigError, ExpertPoolError, Ran
 from ..workers.model_spec import ModelSpec
 from ..workers.rank_config import RankConfig
 from ..workers.request import Completion, FinishReason, RankStats, SamplingParams
-from .config import PoolConfig, resolve
+from .config import PoolConfig, refuse_unbuilt, resolve
 from .driver import Driver, PoolEvent, PoolStatus, Prompt
 
 logger = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 30.0
+_CONNECT_S = 10.0
 
 
 class PoolCompletion(msgspec.Struct, frozen=True):
@@ -115,7 +117,7 @@ class ExpertPool:
 
         Raises:
             ConfigError: a text where there is no tokenizer, or another number of sampling settings than prompts.
-            RankError: a rank failed while running; completions yielded before stay valid.
+            RankError: a rank failed while running (completions yielded before stay valid), or the pool was shut down.
         """
         prompts = list(prompts)
         each = list(sampling) if isinstance(sampling, Sequence) else [sampling or SamplingParams()] * len(prompts)
@@ -129,7 +131,7 @@ class ExpertPool:
 
     def status(self) -> PoolStatus:
         """States, places and counters of the pool."""
-        return _get(self._driver.status.remote())
+        return _get(self._running_driver().status.remote())
 
     def shutdown(self) -> None:
         """Stop the ranks and free their places; safe to call again."""
@@ -153,13 +155,18 @@ class ExpertPool:
     ) -> None:
         self.shutdown()
 
+    def _running_driver(self) -> Any:
+        if self._driver is None:
+            raise RankError("the pool was shut down")
+        return self._driver
+
     def _completions(
         self, requests: list[Prompt], on_stats: Callable[[RankStats], None] | None
     ) -> Iterator[PoolCompletion]:
         if not requests:
             return
         event: PoolEvent
-        for event in _stream(self._driver.generate, requests):
+        for event in _stream(self._running_driver().generate, requests):
             if on_stats is not None:
                 on_stats(event.stats)
             for index, completion in event.finished:
@@ -174,6 +181,7 @@ def validate(config: PoolConfig) -> RankConfig:
 
     # Ranks run in other working directories, so a relative folder is made absolute where it was written.
     spec = inspect_model(os.path.abspath(os.path.expanduser(config.model)), config.dtype)
+    refuse_unbuilt(config.limits, config.experts)
     rank_config = resolve(config, spec)
     check_weights(spec)
     return rank_config
@@ -237,6 +245,7 @@ def _own_sigterm_handler() -> Iterator[None]:
 def _init_ray(config: PoolConfig, report: Callable[[str], None]) -> bool:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if config.address != "local":
+        _refuse_silent_address(config.address)
         try:
             ray.init(address=config.address or "auto", **quiet)
             report(f"connected to the Ray cluster at {ray.get_runtime_context().gcs_address}")
@@ -254,6 +263,17 @@ def _init_ray(config: PoolConfig, report: Callable[[str], None]) -> bool:
     )
     report(f"started a local Ray cluster for {config.ranks} ranks")
     return True
+
+
+def _refuse_silent_address(address: str | None) -> None:
+    """Ray waits for minutes, and says nothing, for a cluster that is not there; a connection tells at once."""
+    host, _, port = (address or "").rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.rpartition("/")[2].strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"address={address!r}: no Ray cluster answers there: {error}") from error
 
 
 def _with_seed(sampling: SamplingParams) -> SamplingParams:

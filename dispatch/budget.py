@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .layout import Layout
-from .limits import ExpertsKind, Limits, tokens_per_request
+from .limits import ALL_TO_ALL_KINDS, ExpertsKind, Limits, tokens_per_request
 
 if TYPE_CHECKING:
     # Only for annotations: the command line and the driver, which size pools and never touch a tensor, start without.
@@ -138,7 +138,7 @@ def capacity_bound(limits: Limits, layout: Layout, dispatch: str = "alltoall", e
             Local: the largest forward or step, and nothing is allocated by it.
         experts: resolved; CuTe DSL experts behind an all-to-all may need more.
     """
-    if dispatch == "alltoall":
+    if dispatch in ALL_TO_ALL_KINDS:
         if limits.max_dispatch_tokens_per_rank is not None:
             return Bound(limits.max_dispatch_tokens_per_rank, "limits.max_dispatch_tokens_per_rank")
         return _largest(Bound(DEFAULT_CAPACITY, "the default"), needed_capacity(limits, layout, experts))

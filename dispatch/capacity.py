@@ -20,7 +20,7 @@ from .budget import (
 )
 from .errors import ConfigError
 from .layout import Layout
-from .limits import ExpertsKind, Limits, tokens_per_request
+from .limits import ALL_TO_ALL_KINDS, ExpertsKind, Limits, tokens_per_request
 
 CAPACITY_VARIABLE = "EXPERT_POOL_MAX_DISPATCH_TOKENS_PER_RANK"
 
@@ -45,7 +45,7 @@ def budget_problems(limits: Limits, layout: Layout, dispatch: str, experts: Expe
         dispatch: resolved: `local`, `allgather` or `alltoall`.
         experts: resolved: `torch` or `cutedsl`.
     """
-    if dispatch == "alltoall":
+    if dispatch in ALL_TO_ALL_KINDS:
         found = (_capacity_problem(limits, layout, experts), _cutedsl_problem(limits, layout, experts))
         return tuple(problem for problem in found if problem is not None)
     problem = _allgather_problem(limits, layout) if dispatch == "allgather" else None

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from .collective_call import CollectiveCall
 
 GroupName = Literal["ep", "attn_tp"]
+# PyTorch 2.13 renamed it and warns about the old name at every call; 2.11 has only that.
+all_gather_tensors = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _EMPTY_BYTE = 0xFF
 
 
@@ -50,20 +52,25 @@ class Collectives:
 
     def all_gather(self, group: GroupName, output: torch.Tensor, sent: torch.Tensor) -> None:
         """Equal parts of all ranks, in rank order along the first dimension."""
-        if self._note("all_gather", group, output, sent):
-            dist.all_gather_into_tensor(output, sent, group=self._groups[group])
+        if self._issue_into(output, "all_gather", group, sent):
+            all_gather_tensors(output, sent, group=self._groups[group])
 
     def all_to_all(
         self, group: GroupName, output: torch.Tensor, sent: torch.Tensor, output_sizes: list[int], sent_sizes: list[int]
     ) -> None:
         """Part `s` of what this rank sends goes to rank `s`; sizes are rows of the first dimension."""
-        if self._note("all_to_all", group, output, sent):
+        if self._issue_into(output, "all_to_all", group, sent):
             dist.all_to_all_single(output, sent, output_sizes, sent_sizes, group=self._groups[group])
 
-    def _note(self, op: str, group: GroupName, output: torch.Tensor, sent: torch.Tensor) -> bool:
+    def issue(self, op: str, group: GroupName, sent: torch.Tensor) -> bool:
+        """List an exchange that does not go through `torch.distributed`; returns whether it is to be carried out."""
         if self._log is not None:
             dtype = str(sent.dtype).removeprefix("torch.")
             self._log.append(CollectiveCall(op, group, tuple(sent.shape), dtype))
-        if not self._sends:
+        return self._sends
+
+    def _issue_into(self, output: torch.Tensor, op: str, group: GroupName, sent: torch.Tensor) -> bool:
+        """The same for an exchange that fills `output`, which comes back empty in a rehearsal."""
+        if not self.issue(op, group, sent):
             output.fill_(_EMPTY_BYTE if output.dtype == torch.uint8 else 0)
         return self._sends

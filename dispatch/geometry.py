@@ -8,8 +8,6 @@ in one function, and every runner, the idle rank's dummy step included, calls it
 import enum
 from dataclasses import dataclass
 
-import torch
-
 from .errors import GeometryError
 from .layout import Layout
 
@@ -93,8 +91,8 @@ def runtime_max_tokens_per_rank(
     if not num_rows <= largest <= capacity:
         raise GeometryError(
             f"runtime_max_tokens_per_rank={largest} must cover the {num_rows} rows of this rank and stay within the "
-            f"capacity of {capacity}; token counts are {global_num_tokens_cpu}: raise max_dispatch_tokens_per_rank or "
-            "lower chunked_prefill_size and max_running_requests"
+            f"capacity of {capacity}; token counts are {global_num_tokens_cpu}: raise "
+            "limits.max_dispatch_tokens_per_rank or lower limits.chunked_prefill_size and limits.max_running_requests"
         )
     return largest
 
@@ -134,27 +132,6 @@ def set_dp_buffer_lengths(
         if is_max_len and len(set(num_tokens)) > 1:
             raise GeometryError(f"MAX_LEN with different token counts {num_tokens}")
     return DpBufferLengths(global_length, local_length, is_max_len, num_tokens)
-
-
-class CountTensors:
-    """Token counts of all DP ranks where kernels can read them; allocated once, int32.
-
-    Attributes:
-        num_tokens: `[dp_size]`, tokens of each DP rank after padding.
-        num_tokens_for_logprob: `[dp_size]`, rows of each DP rank whose logits are due.
-        num_valid_tokens: `[1]`, tokens of this rank's batch before padding; rows beyond it carry no token.
-    """
-
-    def __init__(self, dp_size: int, device: torch.device):
-        self.num_tokens = torch.zeros(dp_size, dtype=torch.int32, device=device)
-        self.num_tokens_for_logprob = torch.zeros(dp_size, dtype=torch.int32, device=device)
-        self.num_valid_tokens = torch.zeros(1, dtype=torch.int32, device=device)
-
-    def fill(self, geometry: "StepGeometry", num_due_per_dp_rank: tuple[int, ...], num_valid_tokens: int) -> None:
-        """Copy a step's counts in; the first two are equal on every rank."""
-        self.num_tokens.copy_(torch.tensor(geometry.num_tokens_per_dp_rank, dtype=torch.int32))
-        self.num_tokens_for_logprob.copy_(torch.tensor(num_due_per_dp_rank, dtype=torch.int32))
-        self.num_valid_tokens.fill_(num_valid_tokens)
 
 
 @dataclass(frozen=True)
@@ -227,8 +204,8 @@ class StepGeometry:
         if largest > capacity:
             raise GeometryError(
                 f"rank {rows.index(largest)} would dispatch {largest} rows, above the capacity of {capacity}: token "
-                f"counts per DP rank are {counts}; raise max_dispatch_tokens_per_rank or lower chunked_prefill_size "
-                "and max_running_requests"
+                f"counts per DP rank are {counts}; raise limits.max_dispatch_tokens_per_rank or lower "
+                "limits.chunked_prefill_size and limits.max_running_requests"
             )
         slots = (largest,) * layout.world_size if mode is PaddingMode.MAX_LEN else rows
         return cls(layout, counts, mode, in_capture, capacity, rows, slots)

@@ -100,7 +100,12 @@ def run_local_experts(
     Returns:
         `[R, H]`: weighted sums over this rank's experts, zero where it owns none of a row's experts.
     """
-    row, slot = ((expert_ids_RK >= 0) & (expert_ids_RK < num_local_experts)).nonzero(as_tuple=True)
+    here_RK = (expert_ids_RK >= 0) & (expert_ids_RK < num_local_experts)
+    if x_RH.device.type == "cuda":
+        # Shapes must not depend on the routing where a step is recorded; the grouped GEMM skips the sentinel's rows.
+        ids_RK = torch.where(here_RK, expert_ids_RK, num_local_experts).to(torch.int64)
+        return experts_forward(x_RH, ids_RK, expert_weights_RK.masked_fill(~here_RK, 0.0))
+    row, slot = here_RK.nonzero(as_tuple=True)
     y_RH = x_RH.new_zeros(x_RH.shape)
     if row.numel() == 0:
         return y_RH

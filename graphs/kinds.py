@@ -24,13 +24,13 @@ class GraphKind:
         name: its key in plans and records.
         model: whose layers it runs; target and draft graphs never share a memory pool.
         unit: what a bucket counts: requests of a fixed width, or tokens.
-        writes_kv: whether the step adds to a KV cache.
+        attends_by: what has a block table of its own: a request, or each of its tokens (branches of a draft).
     """
 
     name: KindName
     model: Literal["target", "draft"]
     unit: Literal["requests", "tokens"] = "requests"
-    writes_kv: bool = True
+    attends_by: Literal["request", "token"] = "request"
 
 
 KINDS: dict[str, GraphKind] = {
@@ -39,9 +39,9 @@ KINDS: dict[str, GraphKind] = {
         GraphKind("decode", "target"),
         GraphKind("piecewise", "target", unit="tokens"),
         GraphKind("target_verify", "target"),
-        GraphKind("eagle_draft", "draft"),
+        GraphKind("eagle_draft", "draft", attends_by="token"),
         GraphKind("eagle_draft_extend", "draft"),
-        GraphKind("frozen_kv_mtp", "draft", writes_kv=False),
+        GraphKind("frozen_kv_mtp", "draft", attends_by="token"),
         GraphKind("multi_layer_eagle_draft_extend", "draft"),
     )
 }

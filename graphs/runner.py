@@ -45,6 +45,7 @@ class GraphRunner:
         rank: this rank.
         collectives: through which the step exchanges.
         facts: reads what a recording freezes.
+        prepare: what the host does before a step on given inputs, outside any recording.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class GraphRunner:
         rank: int,
         collectives: Collectives,
         facts: Callable[[], FrozenFacts],
+        prepare: Callable[[CaptureEntry, Mapping[str, torch.Tensor]], None],
     ):
         self.kind = kind
         self.buffers = buffers
@@ -68,6 +70,7 @@ class GraphRunner:
         self._rank = rank
         self._collectives = collectives
         self._facts = facts
+        self._prepare = prepare
         self._graphs: dict[CaptureEntry, RecordedGraph] = {}
 
     def geometry(self, entry: CaptureEntry) -> StepGeometry:
@@ -80,7 +83,8 @@ class GraphRunner:
         if self.kind.unit == "tokens":
             num_requests = min(entry.bucket, self._max_requests)
             return {"tokens": num_tokens, "requests": num_requests, "due": num_requests}
-        return {"tokens": num_tokens, "requests": entry.bucket, "due": entry.num_tokens}
+        tables = entry.num_tokens if self.kind.attends_by == "token" else entry.bucket
+        return {"tokens": num_tokens, "requests": tables, "due": entry.num_tokens}
 
     def rehearse(self, entry: CaptureEntry, capture_depth: int) -> RecordedGeometry:
         """Run the step's code without sending anything; returns what a recording would freeze."""
@@ -118,18 +122,23 @@ class GraphRunner:
         """
         if entry not in self._graphs:
             raise GeometryError(f"rank {self._rank} has no graph {entry}")
-        self.buffers.fill(self.buffers.views(self.sizes(entry)), values)
+        self._take(entry, values)
         return self._graphs[entry].replay()[:num_due]
 
     def run_padded(self, entry: CaptureEntry, values: Mapping[str, torch.Tensor], num_due: int) -> torch.Tensor:
         """The same step with the same padding, run directly; what a replay must equal to the bit."""
-        self.buffers.fill(self.buffers.views(self.sizes(entry)), values)
+        self._take(entry, values)
         return self._step_on_views(entry)[:num_due]
 
     def _padded_step(self, entry: CaptureEntry) -> Callable[[], torch.Tensor]:
         """The step on an empty batch: all padding, as an idle rank runs it."""
-        self.buffers.fill(self.buffers.views(self.sizes(entry)), {})
+        self._take(entry, {})
         return lambda: self._step_on_views(entry)
+
+    def _take(self, entry: CaptureEntry, values: Mapping[str, torch.Tensor]) -> None:
+        """Copy a step's inputs in, pad them, and do what the host has to before they run."""
+        self.buffers.fill(self.buffers.views(self.sizes(entry)), values)
+        self._prepare(entry, values)
 
     def _step_on_views(self, entry: CaptureEntry) -> torch.Tensor:
         return self._step(self.buffers.views(self.sizes(entry)), self.geometry(entry), entry)

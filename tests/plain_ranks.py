@@ -7,6 +7,7 @@ rather than minutes. Ray actors are tested beside it, on fewer cases.
 import itertools
 import multiprocessing
 import queue
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from expert_pool.workers.request import Completion, RankStats, Request, Sampling
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["expert_pool.workers.engine", "plain_ranks"])
 DEADLINE_S = 120.0
+AFTER_ERROR_S = 10.0
 
 
 class PlainRanks:
@@ -34,9 +36,7 @@ class PlainRanks:
         graphs: record the planned graphs first, in the plan's order on every rank.
     """
 
-    def __init__(
-        self, config: PoolConfig, prepare: Callable[[RankEngine], None] | None = None, graphs: bool = False
-    ):
+    def __init__(self, config: PoolConfig, prepare: Callable[[RankEngine], None] | None = None, graphs: bool = False):
         self.rank_config: RankConfig = resolve(config, inspect_model(config.model, config.dtype))
         world_size = self.rank_config.layout.world_size
         self._commands = [CONTEXT.Queue() for _ in range(world_size)]
@@ -103,6 +103,105 @@ class PlainRanks:
         return content
 
 
+class RankGang:
+    """Loaded ranks that wait for functions to run in them; use it as a context manager.
+
+    Args:
+        config: as for a pool.
+        graphs: record the planned graphs first, in the plan's order on every rank.
+    """
+
+    def __init__(self, config: PoolConfig, graphs: bool = True):
+        self.rank_config: RankConfig = resolve(config, inspect_model(config.model, config.dtype))
+        world_size = self.rank_config.layout.world_size
+        self._commands = [CONTEXT.Queue() for _ in range(world_size)]
+        self._reports: Any = CONTEXT.Queue()
+        self.processes = [
+            CONTEXT.Process(
+                target=_gang_main,
+                args=(self.rank_config, rank, self._commands, self._commands[rank], self._reports, graphs),
+                daemon=True,
+            )
+            for rank in range(world_size)
+        ]
+
+    def __enter__(self) -> "RankGang":
+        for process in self.processes:
+            process.start()
+        try:
+            self._answers("starting", DEADLINE_S)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for commands in self._commands:
+            commands.put(None)
+        for process in self.processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def call(self, function: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S) -> list[Any]:
+        """Run `function(engine, *args)` in every rank's process at the same time.
+
+        Args:
+            function: a top-level function of a module; what it raises on any rank is raised here.
+            args: the same for all ranks.
+            deadline_s: for the slowest rank; its passing means that ranks wait for each other.
+
+        Returns:
+            What it returned on each rank, in rank order; plain data rather than tensors.
+        """
+        for commands in self._commands:
+            commands.put((function, args))
+        return self._answers(function.__name__, deadline_s)
+
+    def _answers(self, what: str, deadline_s: float) -> list[Any]:
+        waiting, answers, errors = set(range(len(self.processes))), {}, []
+        until = time.monotonic() + deadline_s
+        while waiting:
+            try:
+                rank, succeeded, content = self._reports.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                errors.append(f"ranks {sorted(waiting)} did not finish {what}")
+                break
+            waiting.discard(rank)
+            if succeeded:
+                answers[rank] = content
+            else:
+                errors.append(f"rank {rank}:\n{content}")
+                until = min(until, time.monotonic() + AFTER_ERROR_S)
+        if errors:
+            raise AssertionError("\n".join(errors))
+        return [answers[rank] for rank in range(len(self.processes))]
+
+
+def run_on_ranks(config: PoolConfig, function: Callable[..., Any], *args: Any, graphs: bool = True) -> list[Any]:
+    """What `function(engine, *args)` returns on each rank of a gang started for it; see `RankGang.call`."""
+    with RankGang(config, graphs) as gang:
+        return gang.call(function, *args)
+
+
+def _gang_main(
+    config: RankConfig, rank: int, all_commands: list[Any], commands: Any, reports: Any, graphs: bool
+) -> None:
+    try:
+        engine = _loaded_engine(config, rank, all_commands, commands, graphs)
+    except BaseException:
+        reports.put((rank, False, traceback.format_exc()))
+        raise
+    reports.put((rank, True, None))
+    while (command := commands.get()) is not None:
+        function, args = command
+        try:
+            reports.put((rank, True, function(engine, *args)))
+        except Exception:
+            reports.put((rank, False, traceback.format_exc()))
+
+
 def _rank_main(
     config: RankConfig,
     rank: int,
@@ -115,17 +214,7 @@ def _rank_main(
     import threading
 
     try:
-        engine = RankEngine(config, rank)
-        if rank == 0:
-            port = engine.open_rendezvous("127.0.0.1")
-            for other in all_commands[1:]:
-                other.put(("join", port))
-        else:
-            port = _expect_port(commands)
-        engine.join("127.0.0.1", port)
-        engine.load()
-        if graphs:
-            record_all(engine)
+        engine = _loaded_engine(config, rank, all_commands, commands, graphs)
         if prepare is not None:
             prepare(engine)
         threading.Thread(target=_receive, args=(commands, engine), daemon=True).start()
@@ -135,6 +224,21 @@ def _rank_main(
     except BaseException:
         reports.put(("error", f"rank {rank}:\n{traceback.format_exc()}"))
         raise
+
+
+def _loaded_engine(config: RankConfig, rank: int, all_commands: list[Any], commands: Any, graphs: bool) -> RankEngine:
+    engine = RankEngine(config, rank)
+    if rank == 0:
+        port = engine.open_rendezvous("127.0.0.1")
+        for other in all_commands[1:]:
+            other.put(("join", port))
+    else:
+        port = _expect_port(commands)
+    engine.join("127.0.0.1", port)
+    engine.load()
+    if graphs:
+        record_all(engine)
+    return engine
 
 
 def record_all(engine: RankEngine) -> None:

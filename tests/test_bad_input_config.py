@@ -42,7 +42,7 @@ def said_of_config(refused, prompts_file, random_models, tmp_path):
         ("model: MODEL\nranks: -2", "ranks=-2 is not a positive multiple of attn_tp_size=1"),
         ("model: MODEL\nranks: 3\nattn_tp_size: 2", "ranks=3 is not a positive multiple of attn_tp_size=2"),
         ("model: MODEL\nattn_tp_size: 0", "ranks=1 is not a positive multiple of attn_tp_size=0"),
-        ("model: MODEL\nlimits: {chunked_prefill_size: 0}", "limits.chunked_prefill_size=0 is below 1"),
+        ("model: MODEL\nlimits: {chunked_prefill_size: -1}", "limits.chunked_prefill_size=-1 is below 0"),
         ("model: MODEL\nlimits: {max_running_requests: 0}", "limits.max_running_requests=0 is below 1"),
         ("model: MODEL\ncache: {block_size: 0}", "cache.block_size=0 is below 1"),
         ("model: MODEL\ncache: {num_tokens: 15}", "cache.num_tokens=15 is less than one block of cache.block_size=16"),

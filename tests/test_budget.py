@@ -41,7 +41,7 @@ SPEC = ModelSpec(
     vocab_size=128,
     context_length=512,
     eos_token_ids=(1,),
-    attention=(AttentionShape(2, 16, 16),),
+    attention=(AttentionShape(2, 16, 16, num_heads=4, scaling=0.25),),
     moe=(MoeShape("experts", 8, 64, 2, "float32"),),
     dense_bytes=1000,
     expert_bytes=8000,
@@ -421,14 +421,19 @@ def test_cutedsl_experts_must_cover_the_largest_forward():
         ({}, "alltoall", "torch"),
         ({}, "allgather", "cutedsl"),
         ({"disaggregation_mode": "decode"}, "alltoall", "cutedsl"),
-        ({"max_prefill_tokens": 0, "cuda_graph_max_bs": 4096}, "alltoall", "cutedsl"),
     ],
 )
-def test_the_cutedsl_check_rests_where_nothing_can_exceed(changes, dispatch, experts):
+def test_the_cutedsl_check_rests_elsewhere(changes, dispatch, experts):
     """Each of these would be refused by the CuTe DSL check if it were made."""
     limits = Limits(max_prefill_tokens=16384, max_dispatch_tokens_per_rank=4096)
     assert budget_problems(limits, Layout(2), "alltoall", "cutedsl")
     assert budget_problems(msgspec.structs.replace(limits, **changes), Layout(2), dispatch, experts) == ()
+
+
+@pytest.mark.parametrize(("max_prefill_tokens", "num_problems"), [(1, 2), (0, 1)])
+def test_the_cutedsl_check_rests_where_max_prefill_tokens_is_0(max_prefill_tokens, num_problems):
+    limits = Limits(max_prefill_tokens=max_prefill_tokens, max_dispatch_tokens_per_rank=10, max_running_requests=100)
+    assert len(budget_problems(limits, Layout(2), "alltoall", "cutedsl")) == num_problems
 
 
 def test_the_capacity_check_holds_for_a_decode_role_and_any_experts():

@@ -120,13 +120,7 @@ def test_every_request_reaches_one_rank_and_no_rank_holds_more_than_its_window(l
 
 
 def test_states_go_one_way_and_anything_under_way_may_fail_or_stop():
-    order = [
-        DriverState.CREATED,
-        DriverState.PLACING,
-        DriverState.STARTING,
-        DriverState.LOADING,
-        DriverState.READY,
-    ]
+    order = list(DriverState)[: list(DriverState).index(DriverState.READY) + 1]
     ends = [DriverState.STOPPING, DriverState.FAILED]
     for position, state in enumerate(order):
         allowed = {following for following in DriverState if may_follow(state, following)}

@@ -13,6 +13,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from ..dispatch.collectives import all_gather_tensors
 from ..dispatch.errors import GeometryError
 from ..dispatch.geometry import StepGeometry
 from ..dispatch.layout import Layout
@@ -245,7 +246,7 @@ class Agreement:
             state: this rank's.
         """
         self._sent[0] = torch.tensor(astuple(proposal))
-        dist.all_gather_into_tensor(self._received, self._sent, group=self._group)
+        all_gather_tensors(self._received, self._sent, group=self._group)
         proposals = [Proposal(*row) for row in self._received.tolist()]
         local = state.read()
         if len({other.state_digest for other in proposals}) > 1:
@@ -257,12 +258,12 @@ class Agreement:
         encoded = torch.frombuffer(bytearray(msgspec.json.encode(state)), dtype=torch.uint8)
         length = torch.tensor([encoded.numel()])
         lengths = torch.zeros(self._layout.world_size, dtype=torch.int64)
-        dist.all_gather_into_tensor(lengths, length, group=self._group)
+        all_gather_tensors(lengths, length, group=self._group)
         longest = int(lengths.max())
         sent = torch.zeros(longest, dtype=torch.uint8)
         sent[: encoded.numel()] = encoded
         received = torch.zeros(self._layout.world_size * longest, dtype=torch.uint8)
-        dist.all_gather_into_tensor(received, sent, group=self._group)
+        all_gather_tensors(received, sent, group=self._group)
         states = {
             f"rank {rank}": msgspec.json.decode(bytes(part[:size].numpy()), type=LocalState)
             for rank, (part, size) in enumerate(

@@ -4,12 +4,15 @@ The model is called with the tokens of many requests side by side, `[1, T]`, and
 attention layer ends up in `paged.attend(...)`: the batch knows how it lies in memory, the model does not.
 """
 
-from typing import Any, cast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from ..graphs.plan import CaptureEntry
 from .inputs import StepInputs
 from .kv_cache import KvCache
 
@@ -44,6 +47,77 @@ def layer_index(module: torch.nn.Module) -> int:
     return int(cast(int, module.layer_idx))
 
 
+class AttentionBackend(Protocol):
+    """How a rank attends over its paged cache."""
+
+    def refusal(self, entry: CaptureEntry) -> str | None:
+        """Why a kind of step can have no graph with this attention; `None` where it can."""
+        ...
+
+    def prepare(self, entry: CaptureEntry, values: Mapping[str, torch.Tensor]) -> None:
+        """What the host has to do before a graph runs on these inputs (host tensors, before padding)."""
+        ...
+
+    def batch(self, inputs: StepInputs, entry: CaptureEntry | None) -> Any:
+        """What the attention layers of one step call: an object with `attend`, like `PagedBatch`.
+
+        Args:
+            inputs: of an eager step, on the host; of a graph, its static buffers.
+            entry: which graph; `None` for an eager step.
+        """
+        ...
+
+
+class SdpaAttention:
+    """PyTorch's scaled-dot-product attention, a request at a time; for CPUs, and for what FlashInfer has no kernel for.
+
+    Args:
+        cache: keys and values of this rank's requests.
+        device: of the rank. Lengths are read on the host, so on a GPU its steps cannot be recorded.
+    """
+
+    def __init__(self, cache: KvCache, device: torch.device):
+        self._cache = cache
+        self._device = device
+
+    def refusal(self, entry: CaptureEntry) -> str | None:
+        if self._device.type == "cpu":
+            return None
+        return (
+            f"records no {entry.kind} graphs: this model's attention runs in PyTorch, which reads lengths on the host"
+        )
+
+    def prepare(self, entry: CaptureEntry, values: Mapping[str, torch.Tensor]) -> None:
+        pass
+
+    def batch(self, inputs: StepInputs, entry: CaptureEntry | None) -> "PagedBatch":
+        attending = attending_requests(
+            inputs.query_starts, inputs.query_lens, inputs.context_lens, inputs.block_tables.to(self._device)
+        )
+        return PagedBatch(self._cache, inputs.slots.to(self._device), attending)
+
+
+@dataclass(frozen=True)
+class AttendingRows:
+    """Consecutive rows of a batch that attend to one request: row `i` to all but the last `len(rows) - 1 - i` keys."""
+
+    rows: slice
+    kv_len: int
+    block_table: torch.Tensor
+
+
+def attending_requests(
+    query_starts: torch.Tensor, query_lens: torch.Tensor, context_lens: torch.Tensor, block_tables: torch.Tensor
+) -> list[AttendingRows]:
+    """The requests of a batch (`[B]` each, tables `[B, M]`): each attends to its cached tokens and its new ones."""
+    spans = zip(query_starts.tolist(), query_lens.tolist(), context_lens.tolist(), strict=True)
+    return [
+        AttendingRows(slice(start, start + query_len), context_len + query_len, block_tables[index])
+        for index, (start, query_len, context_len) in enumerate(spans)
+        if query_len > 0
+    ]
+
+
 class PagedBatch:
     """A packed batch of one step, and attention over it by PyTorch's scaled-dot-product kernels.
 
@@ -51,19 +125,23 @@ class PagedBatch:
     the padding of a buffer holds, or the padding block, can reach no request.
 
     Args:
-        cache: this rank's KV cache.
-        inputs: which rows belong to which request, and where its keys are.
+        cache: where keys and values are.
+        slots_T: `[T]` slot each row's key and value go to; `None` for a step that adds none.
+        attending: which rows attend to which keys.
+        cache_layer: layer of the cache that is used whatever layer attends; `None`: the attending layer's own.
     """
 
-    def __init__(self, cache: KvCache, inputs: StepInputs):
+    def __init__(
+        self,
+        cache: KvCache,
+        slots_T: torch.Tensor | None,
+        attending: list[AttendingRows],
+        cache_layer: int | None = None,
+    ):
         self._cache = cache
-        self._slots_T = inputs.slots
-        starts, lens, contexts = (t.tolist() for t in (inputs.query_starts, inputs.query_lens, inputs.context_lens))
-        self._requests = [
-            (slice(start, start + query_len), context_len + query_len, inputs.block_tables[index])
-            for index, (start, query_len, context_len) in enumerate(zip(starts, lens, contexts, strict=True))
-            if query_len > 0
-        ]
+        self._slots_T = slots_T
+        self._attending = attending
+        self._cache_layer = cache_layer
         self._masks: dict[tuple[int, int, int | None], torch.Tensor | None] = {}
 
     def attend(
@@ -77,21 +155,25 @@ class PagedBatch:
         sliding_window: int | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`[1, Hq, T, D]`, `[1, Hkv, T, D]`, `[1, Hkv, T, Dv]` -> `[1, T, Hq, Dv]`; writes the cache first."""
-        layer = layer_index(module)
-        self._cache.write(layer, self._slots_T, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        """`[1, Hq, T, D]`, `[1, Hkv, T, D]`, `[1, Hkv, T, Dv]` -> `[1, T, Hq, Dv]`; what is added is written first."""
+        layer = layer_index(module) if self._cache_layer is None else self._cache_layer
+        if self._slots_T is not None:
+            self._cache.write(layer, self._slots_T, key[0].transpose(0, 1), value[0].transpose(0, 1))
         output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-        for tokens, kv_len, block_table in self._requests:
-            keys, values = self._cache.read(layer, block_table, kv_len)
-            mask = self._mask(tokens.stop - tokens.start, kv_len, sliding_window)
-            output[:, tokens] = _attend_one(query[:, :, tokens], keys, values, scaling, mask, sinks)
+        for part in self._attending:
+            rows = part.rows
+            keys, values = self._cache.read(layer, part.block_table, part.kv_len)
+            mask = self._mask(rows.stop - rows.start, part.kv_len, sliding_window, query.device)
+            output[:, rows] = _attend_one(query[:, :, rows], keys, values, scaling, mask, sinks)
         return output
 
-    def _mask(self, query_len: int, kv_len: int, sliding_window: int | None) -> torch.Tensor | None:
+    def _mask(
+        self, query_len: int, kv_len: int, sliding_window: int | None, device: torch.device
+    ) -> torch.Tensor | None:
         """`[query_len, kv_len]` bool, true where a query sees a key; `None` where it sees all of them."""
         shape = (query_len, kv_len, sliding_window)
         if shape not in self._masks:
-            self._masks[shape] = causal_mask(*shape, device=self._slots_T.device)
+            self._masks[shape] = causal_mask(*shape, device=device)
         return self._masks[shape]
 
 

@@ -7,6 +7,7 @@ import msgspec
 from ..dispatch.errors import ConfigError
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
+DeviceName = Literal["cpu", "cuda"]
 
 
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,10 +37,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a rank computes, the same on every rank.
 
     Attributes:
+        device: `cpu`, or `cuda` for one GPU a rank.
         threads: CPU threads of a rank.
         step_timeout_s: the longest that ranks wait for each other inside a step before the pool is given up.
     """
 
+    device: DeviceName = "cpu"
     threads: int = 1
     step_timeout_s: float = 300.0
 

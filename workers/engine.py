@@ -3,6 +3,7 @@
 Knows no Ray, so the same rank also runs in a plain process.
 """
 
+import logging
 import os
 import resource
 import time
@@ -17,13 +18,15 @@ from transformers import AutoTokenizer
 
 from ..dispatch.budget import ExchangeBudget, RowFormat, exchange_budget
 from ..dispatch.collectives import Collectives, GroupName
-from ..dispatch.geometry import CountTensors
+from ..dispatch.contract import Dispatcher
+from ..dispatch.counts import CountTensors
 from ..dispatch.moe import MoeExchange
 from ..dispatch.select import make_dispatcher
 from .agreement import Agreement, StateReader
+from .attention import AttentionBackend, SdpaAttention
 from .checkpoint import expert_bytes, load_sharded_model
 from .executor import StepExecutor
-from .graph_set import RecordingMeans, frozen_facts, make_graphs
+from .graph_set import RecordingMeans, frozen_facts, make_draft, make_graphs
 from .inspection import quiet_transformers
 from .kv_cache import BlockAllocator, KvCache
 from .mailbox import Inbox, Outbox
@@ -33,6 +36,8 @@ from .rank_config import LoadReport, RankConfig
 from .scheduler import Scheduler
 from .sequence import Decode
 from .step import StepLoop
+
+logger = logging.getLogger(__name__)
 
 
 def row_formats(spec: ModelSpec) -> list[RowFormat]:
@@ -45,7 +50,7 @@ def row_formats(spec: ModelSpec) -> list[RowFormat]:
 
 def budget_for(config: RankConfig) -> ExchangeBudget:
     """Exchange buffers of each rank."""
-    return exchange_budget(config.limits, config.layout, row_formats(config.spec))
+    return exchange_budget(config.limits, config.layout, row_formats(config.spec), capacity=config.capacity)
 
 
 class RankEngine:
@@ -56,7 +61,8 @@ class RankEngine:
         self.rank = rank
         self.inbox = Inbox()
         self.outbox = Outbox(config.layout.dp_rank(rank))
-        self._device = torch.device("cpu")
+        # Ray shows a rank the one GPU it was given, so on GPUs it is always the first.
+        self._device = torch.device("cpu") if config.worker.device == "cpu" else torch.device("cuda", 0)
         self._store: dist.TCPStore | None = None
         torch.set_num_threads(config.worker.threads)
         quiet_transformers()
@@ -70,18 +76,26 @@ class RankEngine:
 
     def join(self, host: str, port: int) -> None:
         """Form the process groups over the rendezvous that rank 0 opened; collective over all ranks."""
-        layout = self.config.layout
+        layout, on_gpu = self.config.layout, self._device.type == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(self._device)
         if self._store is None:
             self._store = dist.TCPStore(host, port, is_master=False, timeout=self._timeout)
         dist.init_process_group(
-            "gloo", store=self._store, rank=self.rank, world_size=layout.world_size, timeout=self._timeout
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=self._store,
+            rank=self.rank,
+            world_size=layout.world_size,
+            timeout=self._timeout,
+            device_id=self._device if on_gpu else None,
         )
         self._host_group = dist.new_group(backend="gloo", timeout=self._timeout)
         self._sharing_group: dist.ProcessGroup | None = None
         if layout.attn_tp_size > 1:
             for dp_rank in range(layout.dp_size):
                 ranks = list(layout.ranks_of(dp_rank))
-                host_group, step_group = (dist.new_group(ranks, timeout=self._timeout) for _ in range(2))
+                host_group = dist.new_group(ranks, backend="gloo", timeout=self._timeout)
+                step_group = dist.new_group(ranks, timeout=self._timeout)
                 if dp_rank == layout.dp_rank(self.rank):
                     self._sharing_group, self._step_group = host_group, step_group
         assert dist.group.WORLD is not None
@@ -95,22 +109,26 @@ class RankEngine:
         """Read this rank's weights and allocate its cache and buffers."""
         config, spec = self.config, self.config.spec
         layout, budget = config.layout, budget_for(config)
-        dispatcher = make_dispatcher(config.dispatch, self._collectives, self.rank, budget, self._device)
+        dispatcher = self._dispatcher(budget)
         exchange = MoeExchange(layout, self.rank, dispatcher, self._collectives)
-        mesh = init_device_mesh(self._device.type, (layout.world_size, 1), mesh_dim_names=("ep", "tp"))
+        mesh = init_device_mesh("cpu", (layout.world_size, 1), mesh_dim_names=("ep", "tp"))
         peak_before, started = _peak_memory(), time.perf_counter()
         model = load_sharded_model(spec, exchange, mesh["ep"], mesh["tp"])
+        model.to(self._device)
         load_seconds, peak_after = time.perf_counter() - started, _peak_memory()
         with torch.inference_mode(False):
             cache = KvCache(
                 spec.attention, config.num_blocks, config.block_size, getattr(torch, spec.dtype), self._device
             )
             counts = CountTensors(layout.dp_size, self._device)
-        target = TargetModel(model, exchange, cache)
+        attention = self._attention(cache)
+        target = TargetModel(model, exchange, cache, attention, self._device)
         allocator = BlockAllocator(config.num_blocks, config.block_size)
         facts = partial(frozen_facts, dispatcher)
+        self.draft = make_draft(config, target, exchange, self._device)
+        can_record = RecordingMeans(config, allocator, facts, attention)
         self.graphs = make_graphs(
-            config, self.rank, target, self._collectives, facts, RecordingMeans(config, allocator, facts), self._device
+            config, self.rank, target, self.draft, self._collectives, facts, can_record, self._device
         )
         scheduler = Scheduler(
             config.limits,
@@ -126,7 +144,7 @@ class RankEngine:
             scheduler,
             Agreement(self._host_group, layout),
             StateReader(config, facts, self.graphs),
-            StepExecutor(target, self.graphs, counts, layout.dp_rank(self.rank), self._device),
+            StepExecutor(target, self.graphs, counts, layout.dp_rank(self.rank)),
             self.inbox,
             self.outbox,
             self._sharing_group,
@@ -158,6 +176,46 @@ class RankEngine:
     @property
     def _timeout(self) -> timedelta:
         return timedelta(seconds=self.config.worker.step_timeout_s)
+
+    def _dispatcher(self, budget: ExchangeBudget) -> Dispatcher:
+        config, spec = self.config, self.config.spec
+        if config.dispatch != "flashinfer":
+            return make_dispatcher(config.dispatch, self._collectives, self.rank, budget, self._device)
+        from ..dispatch.flashinfer_a2a import FlashInferDispatcher
+
+        assert dist.group.WORLD is not None
+        layers = list(zip((layer.num_experts for layer in spec.moe), row_formats(spec), strict=True))
+        return FlashInferDispatcher(
+            self._collectives,
+            dist.group.WORLD,
+            config.layout,
+            self.rank,
+            budget.capacity,
+            layers,
+            config.worker.step_timeout_s,
+            self._device,
+        )
+
+    def _attention(self, cache: KvCache) -> AttentionBackend:
+        """FlashInfer where it has kernels for all layers, PyTorch elsewhere; the same on every rank."""
+        config, spec = self.config, self.config.spec
+        if self._device.type == "cpu":
+            return SdpaAttention(cache, self._device)
+        from .flashinfer_attention import FlashInferAttention, unsupported_reason
+
+        reason = unsupported_reason(spec.attention, spec.dtype)
+        if reason is not None:
+            logger.warning("attention runs in PyTorch, eagerly: %s", reason)
+            return SdpaAttention(cache, self._device)
+        pages_of_one = -(-spec.context_length // config.block_size)
+        max_pages = min(config.num_blocks, pages_of_one * config.limits.max_requests_per_step)
+        return FlashInferAttention(
+            cache,
+            spec.attention,
+            max_pages + config.limits.max_requests_per_step,
+            getattr(torch, spec.dtype),
+            self._device,
+        )
 
     def _decode(self) -> Decode:
         tokenizer = AutoTokenizer.from_pretrained(self.config.spec.path, local_files_only=True)

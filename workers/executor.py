@@ -2,7 +2,7 @@
 
 import torch
 
-from ..dispatch.geometry import CountTensors
+from ..dispatch.counts import CountTensors
 from ..graphs.lockstep import LockstepRank
 from .agreement import StepPlan
 from .inputs import dummy, pack
@@ -18,17 +18,13 @@ class StepExecutor:
         graphs: the committed graphs of this rank.
         counts: where kernels read the step's token counts.
         dp_rank: whose batches these are.
-        device: of the inputs.
     """
 
-    def __init__(
-        self, model: TargetModel, graphs: LockstepRank, counts: CountTensors, dp_rank: int, device: torch.device
-    ):
+    def __init__(self, model: TargetModel, graphs: LockstepRank, counts: CountTensors, dp_rank: int):
         self._model = model
         self._graphs = graphs
         self._counts = counts
         self._dp_rank = dp_rank
-        self._device = device
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch, plan: StepPlan) -> torch.Tensor:
@@ -44,11 +40,11 @@ class StepExecutor:
         assert plan.geometry is not None
         block_size = self._model.cache.block_size
         self._counts.fill(plan.geometry, plan.num_due_per_dp_rank, plan.num_tokens_per_dp_rank[self._dp_rank])
-        inputs = pack(batch, block_size, self._device)
+        inputs = pack(batch, block_size)
         if plan.graph is not None:
             self._graphs.count_replay(plan.graph)
             return self._graphs.runners[plan.graph.kind].replay(plan.graph, inputs.values(), batch.num_due)
         self._graphs.count_eager(plan.eager_reason or "")
         if not batch.slices:
-            inputs = dummy(block_size, self._device)
+            inputs = dummy(block_size)
         return self._model.forward(inputs, plan.geometry)[: batch.num_due]

@@ -1,6 +1,6 @@
 """Putting a rank's graph runners together: which kinds, over which buffers, and what this rank can record."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import psutil
 import torch
@@ -8,15 +8,19 @@ import torch
 from ..dispatch.collectives import Collectives
 from ..dispatch.contract import Dispatcher
 from ..dispatch.geometry import pad_to_ranks
+from ..dispatch.moe import MoeExchange
 from ..graphs.backend import CaptureBackend, StaticReplayBackend
-from ..graphs.kinds import KINDS
+from ..graphs.kinds import KINDS, configured_kinds
 from ..graphs.lockstep import LockstepRank
-from ..graphs.plan import CaptureEntry, CapturePlan, make_plan
+from ..graphs.plan import CaptureEntry, make_plan, num_draft_layers
 from ..graphs.runner import FrozenFacts, GraphRunner
 from ..graphs.static import BufferSpec, StaticBuffers
+from .attention import AttentionBackend
+from .draft import DraftModel, draft_buffer_specs, draft_cache_shapes
 from .inputs import target_buffer_specs
-from .kv_cache import BlockAllocator
+from .kv_cache import BlockAllocator, KvCache
 from .model import TargetModel
+from .model_spec import AttentionShape
 from .rank_config import RankConfig
 
 EXPERT_BACKEND = "torch grouped_mm"
@@ -48,14 +52,25 @@ class RecordingMeans:
         config: what the rank was built from.
         allocator: of its KV blocks.
         facts: of its dispatcher.
+        attention: over the target's cache.
     """
 
-    def __init__(self, config: RankConfig, allocator: BlockAllocator, facts: Callable[[], FrozenFacts]):
+    def __init__(
+        self,
+        config: RankConfig,
+        allocator: BlockAllocator,
+        facts: Callable[[], FrozenFacts],
+        attention: AttentionBackend,
+    ):
         self._config = config
+        self._attention = attention
         self._allocator = allocator
         self._facts = facts
 
     def __call__(self, entry: CaptureEntry) -> str | None:
+        refusal = self._attention.refusal(entry)
+        if refusal is not None:
+            return refusal
         requests = entry.bucket if KINDS[entry.kind].unit == "requests" else 1
         blocks = requests * self._allocator.blocks_for(entry.num_tokens // requests)
         if blocks > self._allocator.num_blocks:
@@ -76,54 +91,98 @@ def activation_bytes(config: RankConfig, entry: CaptureEntry) -> int:
     return entry.num_tokens * (8 * hidden * spec.dtype_bytes + 4 * spec.vocab_size)
 
 
+def make_draft(
+    config: RankConfig, target: TargetModel, exchange: MoeExchange, device: torch.device
+) -> DraftModel | None:
+    """The draft of a rank, with the cache that its kinds write; `None` without speculation."""
+    limits, spec = config.limits, config.spec
+    if limits.speculative_algorithm is None:
+        return None
+    shapes = draft_cache(config)
+    cache = None
+    if shapes:
+        with torch.inference_mode(False):
+            dtype = getattr(torch, spec.dtype)
+            cache = KvCache(shapes, config.num_blocks, config.block_size, dtype, device)
+    return DraftModel(target, spec, exchange, limits.speculative_num_steps or 1, num_draft_layers(limits), cache)
+
+
+def draft_cache(config: RankConfig) -> list[AttentionShape]:
+    """What the draft's own cache stores for a token, a layer each; nothing where it only reads the target's."""
+    kinds = {kind.name for kind, _ in configured_kinds(config.limits)}
+    if "multi_layer_eagle_draft_extend" in kinds:
+        return draft_cache_shapes(config.spec, num_draft_layers(config.limits))
+    return draft_cache_shapes(config.spec, 1) if "eagle_draft" in kinds else []
+
+
 def make_graphs(
     config: RankConfig,
     rank: int,
     target: TargetModel,
+    draft: DraftModel | None,
     collectives: Collectives,
     facts: Callable[[], FrozenFacts],
     can_record: Callable[[CaptureEntry], str | None],
     device: torch.device,
 ) -> LockstepRank:
-    """The graph runners of a rank, with static buffers allocated for the largest entry of the plan."""
-    plan, backend = make_plan(config.limits), make_backend(device)
+    """The graph runners of a rank; target and draft graphs each have static buffers for their largest entry."""
+    backend = make_backend(device)
+    steps = {"target": target.graph_step} | ({"draft": draft.graph_step} if draft is not None else {})
     runners: dict[str, GraphRunner] = {}
-    target_entries = [entry for entry in plan.entries if KINDS[entry.kind].model == "target"]
-    if target_entries:
-        buffers = StaticBuffers(_target_specs(config, target_entries), device)
-        for name in {entry.kind for entry in target_entries}:
-            runners[name] = GraphRunner(
-                KINDS[name],
-                target.graph_step,
-                buffers,
-                config.limits.max_running_requests,
-                backend,
-                config.layout,
-                rank,
-                collectives,
-                facts,
-            )
+    for model, specs in buffer_specs(config).items():
+        buffers = StaticBuffers(specs, device)
+        for kind, _ in configured_kinds(config.limits):
+            if kind.model == model:
+                runners[kind.name] = GraphRunner(
+                    kind,
+                    steps[model],
+                    buffers,
+                    config.limits.max_running_requests,
+                    backend,
+                    config.layout,
+                    rank,
+                    collectives,
+                    facts,
+                    target.attention.prepare,
+                )
     return LockstepRank(rank, runners, can_record)
 
 
-def _target_specs(config: RankConfig, entries: list[CaptureEntry]) -> Mapping[str, BufferSpec]:
-    tokens = [pad_to_ranks(entry.num_tokens, config.layout.attn_tp_size) for entry in entries]
+def buffer_specs(config: RankConfig) -> dict[str, dict[str, BufferSpec]]:
+    """Static buffers by the model whose graphs read them; equal on every rank."""
+    specs = {}
+    for model, make in (("target", _target_specs), ("draft", _draft_specs)):
+        entries = [entry for entry in make_plan(config.limits).entries if KINDS[entry.kind].model == model]
+        if entries:
+            specs[model] = make(config, entries)
+    return specs
+
+
+def _target_specs(config: RankConfig, entries: list[CaptureEntry]) -> dict[str, BufferSpec]:
     by_request = [entry for entry in entries if KINDS[entry.kind].unit == "requests"]
-    max_requests = max([config.limits.max_running_requests, *(entry.bucket for entry in by_request)])
     return target_buffer_specs(
-        max_tokens=max(tokens),
-        max_requests=max_requests,
+        max_tokens=_most_tokens(config, entries),
+        max_requests=max([config.limits.max_running_requests, *(entry.bucket for entry in by_request)]),
         max_due=max([config.limits.max_running_requests, *(entry.num_tokens for entry in by_request)]),
         max_blocks=-(-config.spec.context_length // config.block_size),
     )
 
 
+def _draft_specs(config: RankConfig, entries: list[CaptureEntry]) -> dict[str, BufferSpec]:
+    return draft_buffer_specs(
+        max_tokens=_most_tokens(config, entries),
+        max_tables=max(e.num_tokens if KINDS[e.kind].attends_by == "token" else e.bucket for e in entries),
+        max_blocks=-(-config.spec.context_length // config.block_size),
+        num_steps=config.limits.speculative_num_steps or 1,
+        hidden_size=config.spec.moe[-1].hidden_size,
+        dtype=getattr(torch, config.spec.dtype),
+    )
+
+
+def _most_tokens(config: RankConfig, entries: list[CaptureEntry]) -> int:
+    return max(pad_to_ranks(entry.num_tokens, config.layout.attn_tp_size) for entry in entries)
+
+
 def static_bytes(config: RankConfig) -> int:
-    """Bytes of the static buffers of a rank, as they will be allocated."""
-    entries = [entry for entry in make_plan(config.limits).entries if KINDS[entry.kind].model == "target"]
-    return sum(spec.num_bytes for spec in _target_specs(config, entries).values()) if entries else 0
-
-
-def planned(config: RankConfig) -> CapturePlan:
-    """The graphs that a pool of this configuration will ask its ranks to record."""
-    return make_plan(config.limits)
+    """Bytes of the static buffers of a rank, as they are allocated."""
+    return sum(spec.num_bytes for specs in buffer_specs(config).values() for spec in specs.values())

@@ -22,7 +22,7 @@ class StepInputs:
         query_lens: `[B]` rows of each request; 0 where there is none.
         context_lens: `[B]` tokens of each request that are cached already.
         block_tables: `[B, M]` its cache blocks, in order.
-        num_valid_tokens: `[1]` int32, rows that carry a token; `None` where all do.
+        num_valid_tokens: `[1]` int32, rows that carry a token.
     """
 
     input_ids: torch.Tensor
@@ -33,16 +33,19 @@ class StepInputs:
     query_lens: torch.Tensor
     context_lens: torch.Tensor
     block_tables: torch.Tensor
-    num_valid_tokens: torch.Tensor | None
+    num_valid_tokens: torch.Tensor
+
+    def to(self, device: torch.device) -> "StepInputs":
+        """The same inputs on a device; those that are there already are not copied."""
+        return StepInputs(**{name: tensor.to(device, non_blocking=True) for name, tensor in self.values().items()})
 
     def values(self) -> dict[str, torch.Tensor]:
         """The tensors by name, for copying into static buffers."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def pack(batch: ScheduledBatch, block_size: int, device: torch.device) -> StepInputs:
-    """The inputs of a scheduled batch; an empty batch packs to nothing."""
+def pack(batch: ScheduledBatch, block_size: int) -> StepInputs:
+    """The inputs of a scheduled batch, on the host; an empty batch packs to nothing."""
     input_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -66,7 +69,7 @@ def pack(batch: ScheduledBatch, block_size: int, device: torch.device) -> StepIn
     tables = [piece.sequence.blocks + [PADDING_BLOCK] * (widest - len(piece.sequence.blocks)) for piece in batch.slices]
 
     def tensor(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
+        return torch.tensor(values, dtype=torch.int64)
 
     return StepInputs(
         input_ids=tensor(input_ids),
@@ -76,15 +79,15 @@ def pack(batch: ScheduledBatch, block_size: int, device: torch.device) -> StepIn
         query_starts=tensor(starts),
         query_lens=tensor(lens),
         context_lens=tensor(contexts),
-        block_tables=torch.tensor(tables, dtype=torch.int64, device=device).view(len(tables), widest),
-        num_valid_tokens=torch.tensor([len(input_ids)], dtype=torch.int32, device=device),
+        block_tables=torch.tensor(tables, dtype=torch.int64).view(len(tables), widest),
+        num_valid_tokens=torch.tensor([len(input_ids)], dtype=torch.int32),
     )
 
 
-def dummy(block_size: int, device: torch.device) -> StepInputs:
+def dummy(block_size: int) -> StepInputs:
     """What an idle rank runs eagerly: one token that no expert computes, whose logits nobody wants."""
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    none = torch.zeros(0, dtype=torch.int64, device=device)
+    zero = torch.zeros(1, dtype=torch.int64)
+    none = torch.zeros(0, dtype=torch.int64)
     return StepInputs(
         input_ids=zero,
         positions=zero,
@@ -94,7 +97,7 @@ def dummy(block_size: int, device: torch.device) -> StepInputs:
         query_lens=none,
         context_lens=none,
         block_tables=none.view(0, 0),
-        num_valid_tokens=torch.zeros(1, dtype=torch.int32, device=device),
+        num_valid_tokens=torch.zeros(1, dtype=torch.int32),
     )
 
 

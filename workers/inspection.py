@@ -184,9 +184,25 @@ class _ShapeRecorder:
             self._model(input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=last, paged=self)
 
     def attend(
-        self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        self.attention[layer_index(module)] = AttentionShape(key.shape[1], key.shape[3], value.shape[3])
+        self.attention[layer_index(module)] = AttentionShape(
+            num_kv_heads=key.shape[1],
+            key_dim=key.shape[3],
+            value_dim=value.shape[3],
+            num_heads=query.shape[1],
+            scaling=scaling,
+            sliding_window=sliding_window,
+            has_sinks=sinks is not None,
+        )
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
     def _experts_forward(self, name: str, num_experts: int) -> Any:

@@ -49,6 +49,10 @@ class KvCache:
         self._keys[layer].flatten(0, 1).index_copy_(0, slots_T, key_THD)
         self._values[layer].flatten(0, 1).index_copy_(0, slots_T, value_THD)
 
+    def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values of a layer, `[num_blocks, block_size, H, D]` each."""
+        return self._keys[layer], self._values[layer]
+
     def read(self, layer: int, block_table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The first `length` keys `[length, H, D]` and values of a request whose blocks are `block_table` (int64)."""
         blocks = block_table[: -(-length // self.block_size)]

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from ..dispatch.geometry import StepGeometry
 from ..dispatch.moe import MoeExchange
 from ..graphs.plan import CaptureEntry
-from .attention import PagedBatch
+from .attention import AttentionBackend
 from .inputs import StepInputs
 from .kv_cache import KvCache
 
@@ -20,30 +20,44 @@ class TargetModel:
         model: loaded with our attention and dispatch.
         exchange: the one its experts are bound to.
         cache: keys and values of this rank's requests.
+        attention: over that cache.
+        device: of all three.
     """
 
-    def __init__(self, model: PreTrainedModel, exchange: MoeExchange, cache: KvCache):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        exchange: MoeExchange,
+        cache: KvCache,
+        attention: AttentionBackend,
+        device: torch.device,
+    ):
         self.model = model
         self.cache = cache
+        self.attention = attention
         self._exchange = exchange
+        self._device = device
 
-    def forward(self, inputs: StepInputs, geometry: StepGeometry) -> torch.Tensor:
+    def forward(self, inputs: StepInputs, geometry: StepGeometry, entry: CaptureEntry | None = None) -> torch.Tensor:
         """Run the step. Every rank calls it in every step, an idle one with a dummy token or on padding alone.
 
         Args:
-            inputs: of this rank's batch; as many tokens as the geometry says.
+            inputs: of this rank's batch; as many tokens as the geometry says. On the host for an eager step.
             geometry: of the step, equal on every rank.
+            entry: the graph that the step belongs to, whose static buffers the inputs are; `None` for an eager step.
 
         Returns:
             `[N, V]` logits of the due rows, in order.
         """
+        paged = self.attention.batch(inputs, entry)
+        inputs = inputs.to(self._device)
         self._exchange.begin_step(geometry, inputs.num_valid_tokens)
         output = self.model(
             input_ids=inputs.input_ids.unsqueeze(0),
             position_ids=inputs.positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=inputs.due_rows,
-            paged=PagedBatch(self.cache, inputs),
+            paged=paged,
         )
         return output.logits[0]
 
@@ -51,4 +65,4 @@ class TargetModel:
         self, views: Mapping[str, torch.Tensor], geometry: StepGeometry, entry: CaptureEntry
     ) -> torch.Tensor:
         """The same step on static buffers, as graph runners call it."""
-        return self.forward(StepInputs(**views), geometry)
+        return self.forward(StepInputs(**views), geometry, entry)

@@ -6,11 +6,25 @@ from ..dispatch.errors import ConfigError
 
 
 class AttentionShape(msgspec.Struct, frozen=True):
-    """KV cache row of one layer: what it stores for a token."""
+    """How one layer attends, and what its KV cache stores for a token.
+
+    Attributes:
+        num_kv_heads: heads of keys and values.
+        key_dim: width of a key head.
+        value_dim: width of a value head.
+        num_heads: heads of queries.
+        scaling: of the logits.
+        sliding_window: keys a position sees, itself included; `None`: all before it.
+        has_sinks: whether each head has a logit without a value.
+    """
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    num_heads: int
+    scaling: float
+    sliding_window: int | None = None
+    has_sinks: bool = False
 
     @property
     def width(self) -> int:

@@ -82,6 +82,7 @@ class Scheduler:
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._decode = decode
+        self._prefills_whole = limits.chunked_prefill_size == 0
         self._max_cached_tokens = allocator.num_free * allocator.block_size
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -155,7 +156,7 @@ class Scheduler:
         return completions
 
     def _prefill_slices(self) -> list[Slice]:
-        budget = self._limits.chunked_prefill_size
+        budget = self._limits.prefill_tokens_per_step
         slices = []
         for sequence in self._running:
             if sequence.num_uncomputed > 1 and budget > 0:
@@ -163,6 +164,8 @@ class Scheduler:
                 budget -= slices[-1].num_tokens
         while budget > 0 and self._waiting and len(self._running) < self._limits.max_running_requests:
             sequence = self._waiting[0]
+            if self._prefills_whole and sequence.num_uncomputed > budget:
+                break
             if not self._allocator.grow(sequence.blocks, len(sequence.token_ids)):
                 break
             self._running.append(self._waiting.popleft())
@@ -207,5 +210,11 @@ class Scheduler:
             return (
                 f"the request may grow to {needed} cached tokens, the KV cache holds {self._max_cached_tokens}: "
                 "raise cache.num_tokens or lower max_new_tokens"
+            )
+        bound = self._limits.prefill_tokens_per_step
+        if self._prefills_whole and needed > bound:
+            return (
+                f"the request may grow to {needed} tokens, and without chunking a step prefills at most {bound}: raise "
+                "limits.max_prefill_tokens, set limits.chunked_prefill_size, or lower max_new_tokens"
             )
         return None

@@ -1,0 +1,123 @@
+"""FlashInfer's NVLink one-sided all-to-all as a dispatcher, for GPUs that reach each other's memory.
+
+Rows are put into the peers' workspaces by the dispatch kernel and fetched by the combine kernel; nothing is read back
+to the host, so a step can be recorded in a CUDA graph. Of the workspace a step uses `ep_size` times
+`runtime_max_tokens_per_rank` rows: the one number that all ranks must agree on, and that the step's geometry computes.
+
+FlashInfer is imported at construction: a CPU machine imports this module without it.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .budget import RowFormat
+from .collectives import Collectives
+from .contract import INVALID_EXPERT_ID, Dispatched, check_rows
+from .geometry import StepGeometry
+from .layout import Layout
+
+_WEIGHTS_DTYPE = torch.float32
+
+
+class FlashInferDispatcher:
+    """Keeps the contract of `dispatch.contract`; all ranks of one NVLink domain.
+
+    Args:
+        collectives: lists what is exchanged; in a rehearsal nothing is.
+        group: process group of all ranks, through which the workspaces' handles are exchanged.
+        layout: the arrangement of ranks, equal on every rank.
+        rank: this rank.
+        capacity: rows a rank, equal on every rank; sizes the workspace.
+        layers: `(num_experts, row format)` of each kind of MoE layer, equal on every rank.
+        peer_timeout_s: bound on every wait for a peer inside a kernel, recorded into graphs; past it the kernel traps.
+        device: this rank's GPU.
+    """
+
+    name = "flashinfer"
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        group: dist.ProcessGroup,
+        layout: Layout,
+        rank: int,
+        capacity: int,
+        layers: list[tuple[int, RowFormat]],
+        peer_timeout_s: float,
+        device: torch.device,
+    ):
+        from flashinfer.moe_ep import (
+            BootstrapConfig,
+            MoEEpCommParams,
+            NVLinkOneSidedConfig,
+            create_communication,
+        )
+
+        self._collectives = collectives
+        self._rank = rank
+        self.capacity = capacity
+        bootstrap = BootstrapConfig(
+            world_size=layout.world_size, rank=rank, device=device.index or 0, process_group=group
+        )
+        self._links: dict[tuple[int, int], Any] = {}
+        for num_experts, row_format in dict.fromkeys(layers):
+            params = MoEEpCommParams(
+                num_experts=num_experts,
+                top_k=row_format.top_k,
+                max_tokens_per_rank=capacity,
+                hidden_size=row_format.hidden_size,
+                dtype=row_format.dtype,
+                invalid_expert_id=INVALID_EXPERT_ID,
+            )
+            options = NVLinkOneSidedConfig(timeout_sec=max(1, int(peer_timeout_s)))
+            link = create_communication(bootstrap, params, options)
+            self._links[row_format.hidden_size, row_format.top_k] = link
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this rank's part of the workspaces."""
+        return sum(link.workspace[self._rank].nbytes for link in self._links.values())
+
+    def dispatch(
+        self,
+        x_TH: torch.Tensor,
+        expert_ids_TK: torch.Tensor,
+        expert_weights_TK: torch.Tensor,
+        geometry: StepGeometry,
+        num_local_experts: int,
+    ) -> Dispatched:
+        check_rows(x_TH, expert_ids_TK, geometry, self._rank, self.capacity)
+        row_format = RowFormat(x_TH.shape[1], expert_ids_TK.shape[1], x_TH.dtype, _WEIGHTS_DTYPE)
+        runtime_max = geometry.runtime_max_tokens_per_rank(self._rank)
+        if not self._collectives.issue("flashinfer_dispatch", "ep", x_TH):
+            num_rows = geometry.layout.world_size * runtime_max
+            return Dispatched(
+                x_RH=x_TH.new_zeros(num_rows, x_TH.shape[1]),
+                expert_ids_RK=expert_ids_TK.new_full((num_rows, row_format.top_k), INVALID_EXPERT_ID),
+                expert_weights_RK=expert_weights_TK.new_zeros(num_rows, row_format.top_k),
+                geometry=geometry,
+                row_format=row_format,
+            )
+        received = self._link(row_format).dispatch(
+            x_TH.contiguous(),
+            expert_ids_TK.to(torch.int32).contiguous(),
+            expert_weights_TK.to(_WEIGHTS_DTYPE).contiguous(),
+            runtime_max_tokens_per_rank=runtime_max,
+        )
+        return Dispatched(
+            x_RH=received.hidden_states,
+            expert_ids_RK=received.topk_ids - self._rank * num_local_experts,
+            expert_weights_RK=received.topk_weights,
+            geometry=geometry,
+            row_format=row_format,
+        )
+
+    def combine(self, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        if not self._collectives.issue("flashinfer_combine", "ep", y_RH):
+            return y_RH.new_zeros(dispatched.geometry.num_rows_per_rank[self._rank], y_RH.shape[1])
+        return self._link(dispatched.row_format).combine(y_RH)
+
+    def _link(self, row_format: RowFormat) -> Any:
+        return self._links[row_format.hidden_size, row_format.top_k]

@@ -1,0 +1,230 @@
+"""Ways in which one rank comes to disagree with the others, or ends; each is undone when its context is left.
+
+They change live objects inside the rank's process: what the protocol then reports and does is its own.
+"""
+
+import dataclasses
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import msgspec
+import torch
+from expert_pool.dispatch.exchange import ExchangeBuffers
+from expert_pool.dispatch.geometry import PaddingMode, StepGeometry
+from expert_pool.graphs.plan import CaptureEntry, CapturePlan
+from expert_pool.workers import graph_set
+from expert_pool.workers.agreement import StateReader
+from expert_pool.workers.engine import RankEngine
+from rank_insides import collectives_of, dispatcher_of
+
+Fault = Callable[..., AbstractContextManager[None]]
+OTHER_BACKEND = "another backend"
+INJECTED = "injected failure"
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute of an object, for as long as the context is open."""
+    own, before = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before) if own else delattr(owner, name)
+
+
+@contextmanager
+def rehearses_other_entries(engine: RankEngine, change: Callable[[CaptureEntry], CaptureEntry]) -> Iterator[None]:
+    rehearse = engine.graphs.rehearse
+
+    def changed(plan: CapturePlan) -> Any:
+        return rehearse(CapturePlan(tuple(change(entry) for entry in plan.entries)))
+
+    with replaced(engine.graphs, "rehearse", changed):
+        yield
+
+
+def other_bucket(engine: RankEngine) -> AbstractContextManager[None]:
+    def change(entry: CaptureEntry) -> CaptureEntry:
+        return msgspec.structs.replace(entry, bucket=1) if entry == CaptureEntry("decode", 2) else entry
+
+    return rehearses_other_entries(engine, change)
+
+
+def other_tokens_per_request(engine: RankEngine) -> AbstractContextManager[None]:
+    def change(entry: CaptureEntry) -> CaptureEntry:
+        return msgspec.structs.replace(entry, tokens_per_request=2) if entry == CaptureEntry("decode", 2) else entry
+
+    return rehearses_other_entries(engine, change)
+
+
+@contextmanager
+def other_geometry(engine: RankEngine, change: Callable[[StepGeometry], StepGeometry]) -> Iterator[None]:
+    runner = engine.graphs.runners["decode"]
+    geometry = runner.geometry
+    with replaced(runner, "geometry", lambda entry: change(geometry(entry))):
+        yield
+
+
+def other_count(engine: RankEngine, dp_rank: int) -> AbstractContextManager[None]:
+    """One more token for this DP rank."""
+
+    def change(geometry: StepGeometry) -> StepGeometry:
+        counts = list(geometry.num_tokens_per_dp_rank)
+        counts[dp_rank] += 1
+        return StepGeometry._build(geometry.layout, tuple(counts), PaddingMode.MAX_LEN, True, geometry.capacity)
+
+    return other_geometry(engine, change)
+
+
+def other_padding_mode(engine: RankEngine) -> AbstractContextManager[None]:
+    return other_geometry(engine, lambda geometry: dataclasses.replace(geometry, padding_mode=PaddingMode.SUM_LEN))
+
+
+def other_capacity(engine: RankEngine) -> AbstractContextManager[None]:
+    """Buffers as large as before, made for one row less."""
+    dispatcher = dispatcher_of(engine)
+    budget = dispatcher.buffers.budget
+    smaller = ExchangeBuffers(dataclasses.replace(budget, capacity=budget.capacity - 1), torch.device("cpu"))
+    return replaced(dispatcher, "buffers", smaller)
+
+
+def other_dispatcher(engine: RankEngine) -> AbstractContextManager[None]:
+    return replaced(dispatcher_of(engine), "name", "another dispatcher")
+
+
+def other_expert_backend(engine: RankEngine) -> AbstractContextManager[None]:
+    return replaced(graph_set, "EXPERT_BACKEND", OTHER_BACKEND)
+
+
+def other_buffer_shape(engine: RankEngine) -> AbstractContextManager[None]:
+    """Block tables with one more column."""
+    tensors = engine.graphs.runners["decode"].buffers._tensors
+    wider = torch.cat([tensors["block_tables"], tensors["block_tables"][:, :1]], dim=1)
+    return replaced(engine.graphs.runners["decode"].buffers, "_tensors", {**tensors, "block_tables": wider})
+
+
+@contextmanager
+def swapped_collectives(engine: RankEngine) -> Iterator[None]:
+    """The first all-gather of a step is issued after the all-to-all that follows it."""
+    collectives = collectives_of(engine)
+    all_gather, all_to_all, held = collectives.all_gather, collectives.all_to_all, []
+
+    def hold(*call: Any) -> None:
+        held.append(call)
+
+    def release(*call: Any) -> None:
+        all_to_all(*call)
+        while held:
+            all_gather(*held.pop())
+
+    with replaced(collectives, "all_gather", hold), replaced(collectives, "all_to_all", release):
+        yield
+
+
+@contextmanager
+def one_collective_more(engine: RankEngine) -> Iterator[None]:
+    runner, collectives = engine.graphs.runners["decode"], collectives_of(engine)
+    step, world_size = runner._step, engine.config.layout.world_size
+
+    def with_another(*arguments: Any) -> torch.Tensor:
+        output = step(*arguments)
+        collectives.all_gather("ep", torch.zeros(world_size, 7), torch.zeros(1, 7))
+        return output
+
+    with replaced(runner, "_step", with_another):
+        yield
+
+
+@contextmanager
+def capture_mode_left_on(engine: RankEngine) -> Iterator[None]:
+    engine.graphs.mode.enter("a capture that was never left")
+    yield
+    engine.graphs.mode.clear()
+
+
+@contextmanager
+def capture_mode_entered_twice(engine: RankEngine) -> Iterator[None]:
+    """After the rehearsal, so that only the recording shows it."""
+    begin, mode = engine.graphs.begin, engine.graphs.mode
+
+    def begin_twice() -> None:
+        mode.enter("an outer capture")
+        begin()
+
+    with replaced(engine.graphs, "begin", begin_twice):
+        yield
+
+
+@contextmanager
+def other_plan(engine: RankEngine) -> Iterator[None]:
+    agree = engine.graphs.agree
+    with replaced(engine.graphs, "agree", lambda plan: agree(plan.without({plan.entries[0]}))):
+        yield
+
+
+@contextmanager
+def cannot_record(engine: RankEngine, entry: CaptureEntry, reason: str) -> Iterator[None]:
+    can_record = engine.graphs._can_record
+    with replaced(engine.graphs, "_can_record", lambda one: reason if one == entry else can_record(one)):
+        yield
+
+
+@contextmanager
+def other_committed_graphs(engine: RankEngine) -> Iterator[None]:
+    committed = engine.graphs.committed
+    engine.graphs.commit_plan(committed.without({committed.entries[-1]}))
+    yield
+    engine.graphs.commit_plan(committed)
+
+
+def other_config(engine: RankEngine) -> AbstractContextManager[None]:
+    limits = msgspec.structs.replace(
+        engine.config.limits, max_running_requests=engine.config.limits.max_running_requests + 1
+    )
+    config = msgspec.structs.replace(engine.config, limits=limits)
+    return replaced(engine._loop, "_state", StateReader(config, engine._loop._state._facts, engine.graphs))
+
+
+@contextmanager
+def ends_inside(engine: RankEngine, stage: str, by: str) -> Iterator[None]:
+    """The rank ends in the middle of a stage's first step, when the others are in its first all-to-all or past it.
+
+    Args:
+        engine: of this rank.
+        stage: `rehearse`, `warm_up` or `record`.
+        by: `raising` or `dying`.
+    """
+    collectives, graphs = collectives_of(engine), engine.graphs
+    run, all_to_all = getattr(graphs, stage), collectives.all_to_all
+    inside = [False]
+
+    def run_stage(*arguments: Any) -> Any:
+        inside[0] = True
+        try:
+            return run(*arguments)
+        finally:
+            inside[0] = False
+
+    def end(*call: Any) -> None:
+        if inside[0] and by == "dying":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if inside[0]:
+            raise RuntimeError(INJECTED)
+        all_to_all(*call)
+
+    with replaced(graphs, stage, run_stage), replaced(collectives, "all_to_all", end):
+        yield
+
+
+def inject(engine: RankEngine, fault: Fault, *args: Any) -> None:
+    """Open a fault and keep it open, until `undo`; for calls from outside the rank's process."""
+    engine.open_fault = fault(engine, *args)
+    engine.open_fault.__enter__()
+
+
+def undo(engine: RankEngine) -> None:
+    engine.open_fault.__exit__(None, None, None)

@@ -1,0 +1,124 @@
+"""What tests reach for inside a rank's process: its parts by name, scripted arrivals, and what its steps did."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from expert_pool.dispatch.collective_call import CollectiveCall
+from expert_pool.graphs.plan import CaptureEntry
+from expert_pool.graphs.report import GraphReport
+from expert_pool.workers.agreement import StepPlan
+from expert_pool.workers.engine import RankEngine
+from expert_pool.workers.mailbox import Inbox, Intake
+from expert_pool.workers.model import TargetModel
+from expert_pool.workers.request import Request, SamplingParams
+
+
+def target_of(engine: RankEngine) -> TargetModel:
+    return engine._loop._executor._model
+
+
+def dispatcher_of(engine: RankEngine) -> Any:
+    return target_of(engine)._exchange.dispatcher
+
+
+def collectives_of(engine: RankEngine) -> Any:
+    return target_of(engine)._exchange.collectives
+
+
+@dataclass(frozen=True)
+class RanStep:
+    """What one rank did in one step.
+
+    Attributes:
+        kinds: what each DP rank wanted to run.
+        num_tokens: of each DP rank, before padding.
+        padded: of each DP rank, as run.
+        graph: what was replayed; `None` where the step ran eagerly.
+        eager_reason: why.
+        collectives: what this rank issued, in order.
+    """
+
+    kinds: tuple[str, ...]
+    num_tokens: tuple[int, ...]
+    padded: tuple[int, ...]
+    graph: CaptureEntry | None
+    eager_reason: str | None
+    collectives: tuple[CollectiveCall, ...]
+
+
+@dataclass
+class Generated:
+    """What one rank generated and how: tokens by key (at leaders), its steps, its graphs' report."""
+
+    token_ids: dict[int, tuple[int, ...]]
+    steps: list[RanStep]
+    report: GraphReport
+
+
+class ScriptedInbox(Inbox):
+    """Requests arrive at the iterations that the script says; once all ranks pause, all leave.
+
+    Args:
+        arrivals: requests by iteration of the loop.
+    """
+
+    def __init__(self, arrivals: dict[int, list[Request]]):
+        super().__init__()
+        self._arrivals = arrivals
+        self._iteration = 0
+
+    def take(self) -> tuple[Intake, int, bool]:
+        arrived = self._arrivals.get(self._iteration, [])
+        self._iteration += 1
+        _, wake_epoch, leave = super().take()
+        return Intake(tuple(arrived)), wake_epoch, leave
+
+    def wait_beyond(self, wake_epoch: int) -> None:
+        self.deliver(Intake(), wake_epoch + 1, leave=True)
+
+
+def run_script(engine: RankEngine, arrivals: Sequence[dict[int, list[Sequence[int]]]], new_tokens: int) -> Generated:
+    """Generate greedily on all ranks, prompts arriving as scripted; the loop ends when every rank is idle.
+
+    Args:
+        engine: of this rank.
+        arrivals: for each DP rank, prompts by iteration. Keys number them through: DP rank by DP rank, in order.
+        new_tokens: of each request.
+    """
+    layout, keys, mine = engine.config.layout, 0, {}
+    sampling = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+    for dp_rank, by_iteration in enumerate(arrivals):
+        for iteration, prompts in sorted(by_iteration.items()):
+            requests = [Request(keys + index, tuple(prompt), sampling) for index, prompt in enumerate(prompts)]
+            keys += len(prompts)
+            if engine.rank == layout.leader(dp_rank):
+                mine[iteration] = requests
+    loop, steps = engine._loop, []
+    inbox, executor_run = loop._inbox, loop._executor.run
+
+    def run_and_note(batch: Any, plan: StepPlan) -> Any:
+        assert plan.geometry is not None
+        with collectives_of(engine).listing() as calls:
+            logits = executor_run(batch, plan)
+        steps.append(
+            RanStep(
+                kinds=tuple(kind.name for kind in plan.kinds),
+                num_tokens=plan.num_tokens_per_dp_rank,
+                padded=plan.geometry.num_tokens_per_dp_rank,
+                graph=plan.graph,
+                eager_reason=plan.eager_reason,
+                collectives=tuple(calls),
+            )
+        )
+        return logits
+
+    loop._inbox, loop._executor.run = ScriptedInbox(mine), run_and_note
+    try:
+        loop.run()
+    finally:
+        loop._inbox, loop._executor.run = inbox, executor_run
+    completions = engine.outbox._completions
+    tokens = {completion.key: completion.token_ids for completion in completions}
+    completions.clear()
+    return Generated(tokens, steps, engine.graphs.report())

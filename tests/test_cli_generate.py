@@ -1,0 +1,155 @@
+"""The command line, from a file of prompts to a file of completions, also when it is interrupted on the way."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+from click.testing import CliRunner
+from expert_pool.cluster.cli import main
+
+START_S, EXIT_S = 90.0, 45.0
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+class Run:
+    """`expert-pool generate` in a session of its own, so that a signal reaches it as a terminal would send it."""
+
+    def __init__(self, *arguments: str):
+        program = "from expert_pool.cluster.cli import main; main()"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program, "generate", *arguments],
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.descendants: set[psutil.Process] = set()
+
+    def await_lines(self, output: Path, count: int) -> None:
+        """Wait until the output file holds more than `count` lines; remembers the processes that are there then."""
+        deadline = time.monotonic() + START_S
+        while len(lines_of(output)) <= count:
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < deadline, "no completion in time"
+            time.sleep(0.05)
+        self.descendants = set(psutil.Process(self.process.pid).children(recursive=True))
+
+    def interrupt(self, number: int) -> tuple[int, str]:
+        """Ctrl-C goes to the whole foreground group, a termination to the process alone; returns its end."""
+        if number == signal.SIGINT:
+            os.killpg(self.process.pid, number)
+        else:
+            self.process.send_signal(number)
+        said, _ = self.process.communicate(timeout=EXIT_S)
+        return self.process.returncode, said
+
+    def left_over(self) -> list[str]:
+        """Processes of the run that outlive it by more than a moment."""
+        alive = psutil.wait_procs(self.descendants, timeout=10)[1]
+        return [process.name() for process in alive]
+
+
+@pytest.fixture
+def long_job(tmp_path, tiny_moe) -> tuple[Path, tuple[str, ...]]:
+    """Twelve prompts that take a while one after the other; the output file and the arguments."""
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    requests = [{"id": f"p{index}", "prompt": f"The statement {index}"} for index in range(12)]
+    prompts.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    return output, (
+        *("--model", tiny_moe, "--ranks", "2", "--prompts", str(prompts), "--output", str(output)),
+        *("--max-new-tokens", "150", "--ignore-eos", "--address", "local"),
+    )
+
+
+def test_an_interrupted_run_keeps_what_is_finished_and_the_next_one_completes_it(long_job):
+    output, arguments = long_job
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before = lines_of(output)
+        run = Run(*arguments, "--max-running-requests", "1")
+        run.await_lines(output, len(before))
+        assert {process.name() for process in run.descendants} >= {"raylet", "gcs_server"}
+
+        exit_code, said = run.interrupt(number)
+
+        assert exit_code == 130, said
+        assert "interrupted; finished requests are in the output file" in said
+        assert "Traceback" not in said
+        assert run.left_over() == []
+        after = lines_of(output)
+        assert after[: len(before)] == before
+        assert len(before) < len(after) < 12
+
+    result = CliRunner().invoke(main, ["generate", *arguments])
+    assert result.exit_code == 0, result.output
+    assert not ray.is_initialized(), "the local cluster ends with the run"
+    done = lines_of(output)
+    assert done[: len(after)] == after
+    assert sorted(line["id"] for line in done) == sorted(f"p{index}" for index in range(12))
+    assert f"{len(after)} of 12 requests are in {output} already" in result.output
+    assert f"{12 - len(after)} of {12 - len(after)} requests, {150 * (12 - len(after))} tokens in " in result.output
+
+    result = CliRunner().invoke(main, ["generate", *arguments])
+    assert (result.exit_code, result.output) == (0, f"12 of 12 requests are in {output} already\n")
+    assert lines_of(output) == done
+
+
+@pytest.fixture
+def session() -> Iterator[None]:
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+def test_a_failing_request_is_said_and_left_out_and_the_others_are_written(
+    session, random_models, references, prompts_file, tmp_path
+):
+    output = tmp_path / "new" / "out.jsonl"
+    prompts = prompts_file(
+        {"prompt_token_ids": [5, 17, 42], "max_new_tokens": 6},
+        {"id": "bad", "prompt_token_ids": [5, 128]},
+        {"id": "sampled", "prompt_token_ids": [9], "temperature": 1.0, "seed": 3, "ignore_eos": True},
+    )
+    arguments = ["--model", random_models["qwen3_moe"], "--prompts", prompts, "--output", str(output)]
+    result = CliRunner().invoke(main, ["generate", *arguments, "--max-new-tokens", "4"])
+    assert result.exit_code == 1
+    assert "request 'bad' failed: token id 128 is outside the vocabulary of 128" in result.output
+    assert "3 of 3 requests, 1 failed, " in result.output
+    written = {line["id"]: line for line in lines_of(output)}
+    expected = references["qwen3_moe"].greedy([5, 17, 42], 6)
+    assert written.keys() == {"1", "sampled"}
+    assert written["1"] == {
+        "id": "1",
+        "token_ids": list(expected),
+        "text": None,
+        "finish_reason": "length" if len(expected) == 6 else "stop",
+        "num_prompt_tokens": 3,
+        "num_completion_tokens": len(expected),
+    }
+    assert written["sampled"]["num_completion_tokens"] == 4
+
+
+def test_help_names_the_commands_and_a_missing_option_is_a_usage_error():
+    assert "generate" in CliRunner().invoke(main, ["--help"]).output
+    result = CliRunner().invoke(main, ["generate", "--model", "x"])
+    assert result.exit_code == 2
+    assert "Missing option '--prompts'" in result.output
+
+
+def test_plan_starts_nothing_and_shows_what_a_rank_holds(random_models):
+    result = CliRunner().invoke(main, ["plan", "--model", random_models["qwen3_moe"], "--ranks", "4"])
+    assert result.exit_code == 0, result.output
+    assert not ray.is_initialized()
+    assert "generate would refuse" not in result.output
+    assert "4 ranks" in result.output
+    assert "8 experts" in result.output

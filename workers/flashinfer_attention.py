@@ -1,0 +1,206 @@
+"""FlashInfer's paged attention on GPUs: prefill wrappers for eager steps, decode wrappers inside CUDA graphs.
+
+A wrapper is planned on the host, from lengths that the host has anyway, before the step runs; inside the step its
+kernel only reads what was planned. So a graph records the kernel, and a plan for the same wrapper precedes a replay.
+
+FlashInfer is imported at construction.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..graphs.plan import CaptureEntry
+from .attention import layer_index
+from .inputs import StepInputs
+from .kv_cache import PADDING_BLOCK, KvCache
+from .model_spec import AttentionShape
+
+_WORKSPACE_BYTES = 256 << 20
+_TENSOR_CORE_GROUP = 4
+_HEAD_DIMS = (64, 128, 256)
+
+
+def unsupported_reason(shapes: tuple[AttentionShape, ...], dtype: str) -> str | None:
+    """Why FlashInfer's wrappers cannot serve these layers; `None` where they can."""
+    if dtype not in ("bfloat16", "float16"):
+        return f"FlashInfer attention needs bfloat16 or float16, the model is in {dtype}"
+    for layer, shape in enumerate(shapes):
+        if shape.key_dim != shape.value_dim:
+            return f"layer {layer} has keys of width {shape.key_dim} and values of width {shape.value_dim}"
+        if shape.key_dim not in _HEAD_DIMS:
+            return f"layer {layer} has heads of width {shape.key_dim}, FlashInfer has kernels for {_HEAD_DIMS}"
+        if shape.has_sinks:
+            return f"layer {layer} has attention sinks"
+    return None
+
+
+class _Group:
+    """Layers that attend alike: they share a plan."""
+
+    def __init__(self, shape: AttentionShape):
+        self.shape = shape
+        self.eager: Any = None
+        self.graphs: dict[int, Any] = {}
+
+
+class FlashInferAttention:
+    """Attention of one rank over its paged cache.
+
+    Args:
+        cache: keys and values; a page of FlashInfer is a block of the cache.
+        shapes: of each layer.
+        max_pages: pages of all requests of a step together, at most.
+        dtype: of queries, keys and values.
+        device: this rank's GPU.
+    """
+
+    def __init__(
+        self,
+        cache: KvCache,
+        shapes: tuple[AttentionShape, ...],
+        max_pages: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        import flashinfer
+
+        self._flashinfer = flashinfer
+        self._cache = cache
+        self._dtype = dtype
+        self._device = device
+        self._max_pages = max_pages
+        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._groups: dict[AttentionShape, _Group] = {shape: _Group(shape) for shape in shapes}
+        self._group_of_layer = [self._groups[shape] for shape in shapes]
+
+    def refusal(self, entry: CaptureEntry) -> str | None:
+        """Why a kind of step has no graph with this attention; `None` where it has."""
+        if entry.kind == "decode":
+            return None
+        return f"records no {entry.kind} graphs on GPUs: their attention is not planned for graphs yet"
+
+    def prepare(self, entry: CaptureEntry, values: Mapping[str, torch.Tensor]) -> None:
+        """Plan the wrappers of a decode graph for the batch that the next run of it gets.
+
+        Args:
+            entry: which graph.
+            values: this rank's inputs before padding; host tensors. Requests that are missing get the padding block.
+        """
+        contexts = values["context_lens"].tolist() if "context_lens" in values else []
+        tables = values["block_tables"].tolist() if "block_tables" in values else []
+        lengths = [context + 1 for context in contexts] + [1] * (entry.bucket - len(contexts))
+        tables = tables + [[PADDING_BLOCK]] * (entry.bucket - len(tables))
+        indptr, indices, last = self._pages(lengths, tables)
+        for group in self._groups.values():
+            wrapper = group.graphs.get(entry.bucket) or self._decode_wrapper(group, entry.bucket)
+            group.graphs[entry.bucket] = wrapper
+            shape = group.shape
+            wrapper.plan(
+                indptr,
+                indices,
+                last,
+                shape.num_heads,
+                shape.num_kv_heads,
+                shape.key_dim,
+                self._cache.block_size,
+                window_left=_window_left(shape),
+                q_data_type=self._dtype,
+                kv_data_type=self._dtype,
+                sm_scale=shape.scaling,
+            )
+
+    def batch(self, inputs: StepInputs, entry: CaptureEntry | None) -> "FlashInferBatch":
+        """What the attention layers of one step call; plans eager steps here."""
+        if entry is not None:
+            wrappers = [group.graphs[entry.bucket] for group in self._group_of_layer]
+            return FlashInferBatch(self._cache, inputs.slots, wrappers)
+        lens = inputs.query_lens.tolist()
+        if not lens:
+            return FlashInferBatch(self._cache, inputs.slots, None)
+        contexts, tables = inputs.context_lens.tolist(), inputs.block_tables.tolist()
+        lengths = [context + query_len for context, query_len in zip(contexts, lens, strict=True)]
+        indptr, indices, last = self._pages(lengths, tables)
+        queries = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32)
+        for group in self._groups.values():
+            if group.eager is None:
+                group.eager = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
+            shape = group.shape
+            group.eager.plan(
+                queries,
+                indptr,
+                indices,
+                last,
+                shape.num_heads,
+                shape.num_kv_heads,
+                shape.key_dim,
+                self._cache.block_size,
+                causal=True,
+                window_left=_window_left(shape),
+                q_data_type=self._dtype,
+                kv_data_type=self._dtype,
+                sm_scale=shape.scaling,
+            )
+        return FlashInferBatch(self._cache, inputs.slots, [group.eager for group in self._group_of_layer])
+
+    def _pages(self, lengths: list[int], tables: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Page table of a batch in FlashInfer's form: offsets, page numbers, tokens in each last page."""
+        size = self._cache.block_size
+        counts = [-(-length // size) for length in lengths]
+        indptr = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+        indices = torch.tensor(
+            [page for table, count in zip(tables, counts, strict=True) for page in table[:count]], dtype=torch.int32
+        )
+        last = torch.tensor([(length - 1) % size + 1 for length in lengths], dtype=torch.int32)
+        return indptr, indices.to(self._device), last
+
+    def _decode_wrapper(self, group: _Group, bucket: int) -> Any:
+        shape, device = group.shape, self._device
+        return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=shape.num_heads // shape.num_kv_heads >= _TENSOR_CORE_GROUP,
+            paged_kv_indptr_buffer=torch.zeros(bucket + 1, dtype=torch.int32, device=device),
+            paged_kv_indices_buffer=torch.zeros(self._max_pages, dtype=torch.int32, device=device),
+            paged_kv_last_page_len_buffer=torch.ones(bucket, dtype=torch.int32, device=device),
+        )
+
+
+class FlashInferBatch:
+    """Attention of one step; see `attention.PagedBatch` for what it stands in for.
+
+    Args:
+        cache: keys and values.
+        slots_T: slot of each row's key and value.
+        wrappers: planned, one a layer; `None` where no row attends to anything (an idle rank's dummy step).
+    """
+
+    def __init__(self, cache: KvCache, slots_T: torch.Tensor, wrappers: list[Any] | None):
+        self._cache = cache
+        self._slots_T = slots_T
+        self._wrappers = wrappers
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`[1, Hq, T, D]`, `[1, Hkv, T, D]`, `[1, Hkv, T, D]` -> `[1, T, Hq, D]`; what is added is written first."""
+        layer = layer_index(module)
+        self._cache.write(layer, self._slots_T, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        if self._wrappers is None:
+            return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+        return self._wrappers[layer].run(query[0].transpose(0, 1).contiguous(), self._cache.pages(layer)).unsqueeze(0)
+
+
+def _window_left(shape: AttentionShape) -> int:
+    """FlashInfer counts the keys before a position; a window counts the position too."""
+    return -1 if shape.sliding_window is None else shape.sliding_window - 1

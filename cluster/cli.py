@@ -2,7 +2,6 @@
 
 import signal
 import sys
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -11,34 +10,15 @@ from rich.console import Console
 
 from ..dispatch.errors import ConfigError, ExpertPoolError
 from ..workers.request import SamplingParams
-from .config import PoolConfig, load_config
+from .cli_options import pool_config, pool_options
+from .config import PoolConfig
+from .graph_report import graph_summary, graph_table
 from .output import CompletionWriter, OutputLine
 from .pool import ExpertPool, load_tokenizer, tokenize, validate
 from .progress import GenerationProgress
 from .prompts import PromptEntry, read_prompts
 
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
-
-_POOL_OPTIONS = [
-    click.option(
-        "--config", "config_path", metavar="FILE", help="Pool configuration, YAML or JSON; options override it."
-    ),
-    click.option("--model", metavar="FOLDER", help="Model folder in Hugging Face format."),
-    click.option("--ranks", type=int, help="Ranks; every layer's experts are divided over them."),
-    click.option("--attn-tp-size", type=int, help="Ranks that share one batch."),
-    click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Default: the checkpoint's."),
-    click.option("--dispatch", type=click.Choice(["auto", "allgather", "alltoall"]), help="How tokens reach experts."),
-    click.option("--chunked-prefill-size", type=int, help="Prefill tokens of a batch in one step."),
-    click.option("--max-running-requests", type=int, help="Requests a batch decodes at once."),
-    click.option("--kv-cache-tokens", type=int, help="Tokens that a rank's KV cache holds."),
-    click.option("--threads", type=int, help="CPU threads of a rank."),
-]
-
-
-def _pool_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(_POOL_OPTIONS):
-        command = option(command)
-    return command
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -47,7 +27,7 @@ def main() -> None:
 
 
 @main.command()
-@_pool_options
+@pool_options
 @click.option("--prompts", "prompts_path", required=True, metavar="FILE", help="JSONL of prompts.")
 @click.option(
     "--output", "output_path", required=True, metavar="FILE", help="JSONL of completions; continued if there."
@@ -61,6 +41,7 @@ def main() -> None:
 @click.option(
     "--address", metavar="ADDRESS", help="Ray cluster; `local` starts one. Default: one that is found, else local."
 )
+@click.option("--show-graphs", is_flag=True, help="List every graph with its bytes and replays at the end.")
 @click.option("--placement-timeout", type=float, metavar="SECONDS", help="How long to wait for a place for every rank.")
 def generate(
     prompts_path: str,
@@ -71,6 +52,7 @@ def generate(
     top_k: int | None,
     seed: int | None,
     ignore_eos: bool | None,
+    show_graphs: bool,
     **options: Any,
 ) -> None:
     """Complete a file of prompts.
@@ -88,40 +70,33 @@ def generate(
     }
     console = Console(stderr=True)
     with _orderly_exit(console):
-        config = _pool_config(options)
+        config = pool_config(options)
         defaults = SamplingParams(**{name: value for name, value in given.items() if value is not None})
-        sys.exit(_generate(config, read_prompts(prompts_path, defaults), prompts_path, output_path, console))
+        entries = read_prompts(prompts_path, defaults)
+        sys.exit(_generate(config, entries, prompts_path, output_path, console, show_graphs))
 
 
 @main.command()
-@_pool_options
+@pool_options
 def plan(**options: Any) -> None:
     """Show what a pool would take. Starts nothing and reads no weights."""
     console = Console()
     with _orderly_exit(Console(stderr=True)):
         from .plan_report import make_plan, print_plan
 
-        report = make_plan(_pool_config(options))
+        report = make_plan(pool_config(options))
         print_plan(report, console)
         if report.problems:
             sys.exit(EXIT_REFUSED)
 
 
-def _pool_config(options: dict[str, Any]) -> PoolConfig:
-    overrides = {name: options.get(name) for name in ("model", "ranks", "attn_tp_size", "dtype", "dispatch", "address")}
-    sections = {
-        "limits": {name: options.get(name) for name in ("chunked_prefill_size", "max_running_requests")},
-        "cache": {"num_tokens": options.get("kv_cache_tokens")},
-        "worker": {"threads": options.get("threads")},
-        "placement": {"timeout_s": options.get("placement_timeout")},
-    }
-    if options["config_path"] is None and options["model"] is None:
-        raise ConfigError("give --model FOLDER, or --config FILE with a model")
-    return load_config(options["config_path"], overrides | sections)
-
-
 def _generate(
-    config: PoolConfig, entries: list[PromptEntry], prompts_path: str, output_path: str, console: Console
+    config: PoolConfig,
+    entries: list[PromptEntry],
+    prompts_path: str,
+    output_path: str,
+    console: Console,
+    show_graphs: bool,
 ) -> int:
     spec = validate(config).spec
     token_ids = tokenize([entry.prompt for entry in entries], load_tokenizer(spec))
@@ -165,6 +140,10 @@ def _generate(
                     )
             finally:
                 _say(console, progress.summary())
+            reports = pool.status().graphs
+            _say(console, graph_summary(reports))
+            if show_graphs:
+                console.print(graph_table(reports))
     return EXIT_FAILED if progress.failed else 0
 
 

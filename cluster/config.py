@@ -226,7 +226,7 @@ def resolve_dispatch(wanted: str, layout: Layout, device: DeviceName) -> str:
     """
     if layout.world_size == 1:
         return "local"
-    available = {"cpu": ("allgather", "alltoall"), "cuda": ("flashinfer", "allgather")}[device]
+    available = {"cpu": ("allgather", "alltoall"), "cuda": ("flashinfer", "mega", "allgather")}[device]
     if wanted == "auto":
         return available[0]
     if wanted not in available:

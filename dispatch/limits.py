@@ -7,9 +7,9 @@ import msgspec
 
 from .errors import ConfigError
 
-DispatchKind = Literal["auto", "allgather", "alltoall", "flashinfer"]
+DispatchKind = Literal["auto", "allgather", "alltoall", "flashinfer", "mega"]
 # Dispatchers whose workspace has a capacity of its own, which steps must stay within.
-ALL_TO_ALL_KINDS = ("alltoall", "flashinfer")
+ALL_TO_ALL_KINDS = ("alltoall", "flashinfer", "mega")
 ExpertsKind = Literal["auto", "torch", "cutedsl"]
 SpeculativeAlgorithm = Literal["EAGLE", "FROZEN_KV_MTP", "MULTI_LAYER_EAGLE"]
 DisaggregationMode = Literal["none", "prefill", "decode"]

@@ -16,6 +16,7 @@ from .contract import INVALID_EXPERT_ID, Dispatcher
 from .errors import GeometryError
 from .geometry import StepGeometry
 from .layout import Layout
+from .mega import MegaExperts
 
 ExpertsForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -26,11 +27,12 @@ class MoeExchange:
     Args:
         layout: the arrangement of ranks, equal on every rank.
         rank: this rank.
-        dispatcher: how rows reach their experts; the same kind on every rank.
+        dispatcher: how rows reach their experts, or what takes them there and computes them in one; the same kind on
+            every rank.
         collectives: through which the ranks that share a batch gather its rows back.
     """
 
-    def __init__(self, layout: Layout, rank: int, dispatcher: Dispatcher, collectives: Collectives):
+    def __init__(self, layout: Layout, rank: int, dispatcher: Dispatcher | MegaExperts, collectives: Collectives):
         self.layout = layout
         self.rank = rank
         self.dispatcher = dispatcher
@@ -120,6 +122,7 @@ class ExpertParallelExperts(EPImplementation):
     def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, exchange: MoeExchange):
         super().__init__(experts, ep_mesh, tp_mesh)
         self._exchange = exchange
+        self._experts = experts
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -129,9 +132,12 @@ class ExpertParallelExperts(EPImplementation):
         geometry = exchange.geometry_for(hidden_states.shape[0])
         rows = geometry.row_range(exchange.rank)
         top_k_index = exchange.without_padding(top_k_index)
-        dispatched = exchange.dispatcher.dispatch(
-            hidden_states[rows], top_k_index[rows], top_k_weights[rows], geometry, self.num_local_experts
-        )
+        x_TH, ids_TK, weights_TK = hidden_states[rows], top_k_index[rows], top_k_weights[rows]
+        dispatcher = exchange.dispatcher
+        if isinstance(dispatcher, MegaExperts):
+            y_TH = dispatcher.run(self._experts, x_TH, ids_TK, weights_TK, geometry)
+            return exchange.gather_shared_batch(y_TH, geometry)
+        dispatched = dispatcher.dispatch(x_TH, ids_TK, weights_TK, geometry, self.num_local_experts)
         partial = run_local_experts(
             self.experts_forward,
             dispatched.x_RH,
@@ -139,4 +145,4 @@ class ExpertParallelExperts(EPImplementation):
             dispatched.expert_weights_RK,
             self.num_local_experts,
         )
-        return exchange.gather_shared_batch(exchange.dispatcher.combine(partial, dispatched), geometry)
+        return exchange.gather_shared_batch(dispatcher.combine(partial, dispatched), geometry)

@@ -56,7 +56,7 @@ def other_bucket(engine: RankEngine) -> AbstractContextManager[None]:
 
 def other_tokens_per_request(engine: RankEngine) -> AbstractContextManager[None]:
     def change(entry: CaptureEntry) -> CaptureEntry:
-        return msgspec.structs.replace(entry, tokens_per_request=2) if entry == CaptureEntry("decode", 2) else entry
+        return msgspec.structs.replace(entry, tokens_per_request=2) if entry == CaptureEntry("decode", 1) else entry
 
     return rehearses_other_entries(engine, change)
 
@@ -217,6 +217,29 @@ def ends_inside(engine: RankEngine, stage: str, by: str) -> Iterator[None]:
         all_to_all(*call)
 
     with replaced(graphs, stage, run_stage), replaced(collectives, "all_to_all", end):
+        yield
+
+
+@contextmanager
+def during_capture(engine: RankEngine, fault: Fault, *args: Any) -> Iterator[None]:
+    """The fault exists from the first call of the capture protocol to its last, and not in the step loop around it."""
+    graphs, opened = engine.graphs, fault(engine, *args)
+    fail, commit = graphs.fail, graphs.commit
+
+    def agree(plan: CapturePlan) -> Any:
+        del graphs.agree
+        opened.__enter__()
+        return graphs.agree(plan)
+
+    def closing(last: Callable[..., Any]) -> Callable[..., Any]:
+        def close_and_call(argument: Any) -> Any:
+            opened.__exit__(None, None, None)
+            return last(argument)
+
+        return close_and_call
+
+    graphs.agree = agree
+    with replaced(graphs, "fail", closing(fail)), replaced(graphs, "commit", closing(commit)):
         yield
 
 

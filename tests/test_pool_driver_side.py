@@ -119,17 +119,22 @@ def test_every_request_reaches_one_rank_and_no_rank_holds_more_than_its_window(l
     assert sorted(seen) == list(range(len(lengths)))
 
 
-def test_states_go_one_way_and_anything_under_way_may_fail_or_stop():
+def test_start_up_goes_through_every_state_in_order():
     order = list(DriverState)[: list(DriverState).index(DriverState.READY) + 1]
-    ends = [DriverState.STOPPING, DriverState.FAILED]
+    assert order[:2] == [DriverState.CREATED, DriverState.PLACING]
     for position, state in enumerate(order):
-        allowed = {following for following in DriverState if may_follow(state, following)}
-        assert allowed == {*order[position + 1 : position + 2], *ends}
-    assert {following for following in DriverState if may_follow(DriverState.STOPPING, following)} == {
-        DriverState.STOPPED
-    }
-    for state in (DriverState.STOPPED, DriverState.FAILED):
-        assert not any(may_follow(state, following) for following in DriverState)
+        ahead = [following for following in order[position + 1 :] if may_follow(state, following)]
+        assert ahead == order[position + 1 : position + 2]
+        assert not may_follow(state, DriverState.CREATED)
+
+
+def test_anything_under_way_may_fail_or_stop_and_what_has_ended_stays_so():
+    for state in list(DriverState)[: list(DriverState).index(DriverState.READY) + 1]:
+        assert may_follow(state, DriverState.STOPPING)
+        assert may_follow(state, DriverState.FAILED)
+    assert [state for state in DriverState if may_follow(DriverState.STOPPING, state)] == [DriverState.STOPPED]
+    for ended in (DriverState.STOPPED, DriverState.FAILED):
+        assert not any(may_follow(ended, state) for state in DriverState)
 
 
 def test_of_several_failures_the_likely_cause_is_named():

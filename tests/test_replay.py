@@ -22,7 +22,7 @@ from expert_pool.workers.scheduler import BatchKind, ScheduledBatch, Slice
 from expert_pool.workers.sequence import Sequence as RunningSequence
 from models import VOCAB_SIZE
 from plain_ranks import RankGang
-from rank_insides import Generated, collectives_of, dispatcher_of, run_script, target_of
+from rank_insides import Generated, RanStep, collectives_of, dispatcher_of, run_script, target_of
 
 FULL_MATRIX = bool(os.environ.get("EXPERT_POOL_FULL_MATRIX"))
 MAX_REQUESTS = 5
@@ -258,6 +258,11 @@ def expected_graph(counts: tuple[int, ...], kinds: tuple[str, ...]) -> tuple[Cap
     return (CaptureEntry(kind, fitting[0]), None) if fitting else (None, EAGER_TOO_LARGE)
 
 
+def without_shapes(step: RanStep) -> RanStep:
+    """Where counts are packed as they are, ranks send as many rows as they have; the collectives are still alike."""
+    return replace(step, collectives=tuple(msgspec.structs.replace(call, shape=()) for call in step.collectives))
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_h6_any_mix_of_idle_prefill_and_decode_replays_one_bucket_on_all_ranks_or_none(ranks, plain_gangs, references):
     every_mix = mixes(ranks)
@@ -265,8 +270,7 @@ def test_h6_any_mix_of_idle_prefill_and_decode_replays_one_bucket_on_all_ranks_o
     for index, mix in enumerate(every_mix):
         generated = [outputs[index] for outputs in by_rank]
         for steps in zip(*(one.steps for one in generated), strict=True):
-            assert len(set(steps)) == 1, f"{mix}: ranks ran different steps: {steps}"
-            [step] = set(steps)
+            [step] = {step if step.graph is not None else without_shapes(step) for step in steps}
             assert (step.graph, step.eager_reason) == expected_graph(step.num_tokens, step.kinds), mix
             assert step.graph is None or step.padded == (step.graph.bucket,) * ranks, mix
         wanted = tuple({"short": "PREFILL", "long": "PREFILL"}.get(state, state.upper()) for state in mix)

@@ -20,6 +20,7 @@ from ..dispatch.budget import ExchangeBudget, RowFormat, exchange_budget
 from ..dispatch.collectives import Collectives, GroupName
 from ..dispatch.contract import Dispatcher
 from ..dispatch.counts import CountTensors
+from ..dispatch.mega import MegaExperts
 from ..dispatch.moe import MoeExchange
 from ..dispatch.select import make_dispatcher
 from .agreement import Agreement, StateReader
@@ -116,6 +117,11 @@ class RankEngine:
         model = load_sharded_model(spec, exchange, mesh["ep"], mesh["tp"])
         model.to(self._device)
         load_seconds, peak_after = time.perf_counter() - started, _peak_memory()
+        own_experts = expert_bytes(model)
+        dense_bytes = sum(parameter.nbytes for parameter in model.parameters()) - own_experts
+        if isinstance(dispatcher, MegaExperts):
+            for layer in spec.moe:
+                dispatcher.adopt(model.get_submodule(layer.name), layer.name, layer.num_experts, layer.top_k)
         with torch.inference_mode(False):
             cache = KvCache(
                 spec.attention, config.num_blocks, config.block_size, getattr(torch, spec.dtype), self._device
@@ -149,10 +155,9 @@ class RankEngine:
             self.outbox,
             self._sharing_group,
         )
-        own_experts = expert_bytes(model)
         return LoadReport(
             rank=self.rank,
-            dense_bytes=sum(parameter.nbytes for parameter in model.parameters()) - own_experts,
+            dense_bytes=dense_bytes,
             expert_bytes=own_experts,
             kv_cache_bytes=cache.num_bytes,
             exchange_bytes=dispatcher.num_bytes,
@@ -177,17 +182,20 @@ class RankEngine:
     def _timeout(self) -> timedelta:
         return timedelta(seconds=self.config.worker.step_timeout_s)
 
-    def _dispatcher(self, budget: ExchangeBudget) -> Dispatcher:
+    def _dispatcher(self, budget: ExchangeBudget) -> Dispatcher | MegaExperts:
         config, spec = self.config, self.config.spec
+        assert dist.group.WORLD is not None
+        world = dist.group.WORLD
+        if config.dispatch == "mega":
+            return MegaExperts(self._collectives, world, config.layout, self.rank, budget.capacity, self._device)
         if config.dispatch != "flashinfer":
             return make_dispatcher(config.dispatch, self._collectives, self.rank, budget, self._device)
         from ..dispatch.flashinfer_a2a import FlashInferDispatcher
 
-        assert dist.group.WORLD is not None
         layers = list(zip((layer.num_experts for layer in spec.moe), row_formats(spec), strict=True))
         return FlashInferDispatcher(
             self._collectives,
-            dist.group.WORLD,
+            world,
             config.layout,
             self.rank,
             budget.capacity,

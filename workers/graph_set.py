@@ -8,6 +8,7 @@ import torch
 from ..dispatch.collectives import Collectives
 from ..dispatch.contract import Dispatcher
 from ..dispatch.geometry import pad_to_ranks
+from ..dispatch.mega import MegaExperts
 from ..dispatch.moe import MoeExchange
 from ..graphs.backend import CaptureBackend, StaticReplayBackend
 from ..graphs.kinds import KINDS, configured_kinds
@@ -26,11 +27,11 @@ from .rank_config import RankConfig
 EXPERT_BACKEND = "torch grouped_mm"
 
 
-def frozen_facts(dispatcher: Dispatcher) -> FrozenFacts:
+def frozen_facts(dispatcher: Dispatcher | MegaExperts) -> FrozenFacts:
     """What recordings freeze of this dispatcher and of the experts behind it."""
     return FrozenFacts(
         dispatcher=dispatcher.name,
-        expert_backend=EXPERT_BACKEND,
+        expert_backend="mega" if isinstance(dispatcher, MegaExperts) else EXPERT_BACKEND,
         capacity=dispatcher.capacity,
         workspace_bytes=dispatcher.num_bytes,
     )

@@ -1,0 +1,76 @@
+"""The command line's options for a pool, and the configuration they make; every limit has one, named like it."""
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+import click
+import msgspec
+
+from ..dispatch.errors import ConfigError
+from ..dispatch.limits import DispatchKind, Limits
+from ..workers.config import DeviceName, DTypeName
+from .config import PoolConfig, load_config
+
+_TOP_LEVEL = ("model", "ranks", "attn_tp_size", "dtype", "dispatch", "address")
+
+
+class _Integers(click.ParamType):
+    """Integers with commas between them."""
+
+    name = "integers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return [int(part) for part in value.split(",")] if isinstance(value, str) else value
+        except ValueError:
+            self.fail(f"{value!r} is not a list like 1,2,4", param, ctx)
+
+
+def _limit_option(field: msgspec.structs.FieldInfo) -> Callable[..., Any]:
+    flag, help_text = "--" + field.name.replace("_", "-"), f"Sets limits.{field.name}."
+    kinds = [kind for kind in get_args(field.type) or (field.type,) if kind is not type(None)]
+    if kinds == [bool]:
+        return click.option(flag, is_flag=True, default=None, help=help_text)
+    if kinds == [int]:
+        return click.option(flag, type=int, help=help_text)
+    choices = [choice for kind in kinds for choice in (get_args(kind) or (kind,)) if isinstance(choice, str)]
+    return click.option(flag, type=click.Choice(choices) if choices else _Integers(), help=help_text)
+
+
+_OPTIONS = [
+    click.option(
+        "--config", "config_path", metavar="FILE", help="Pool configuration, YAML or JSON; options override it."
+    ),
+    click.option("--model", metavar="FOLDER", help="Model folder in Hugging Face format."),
+    click.option("--ranks", type=int, help="Ranks; every layer's experts are divided over them."),
+    click.option("--attn-tp-size", type=int, help="Ranks that share one batch."),
+    click.option("--dtype", type=click.Choice(get_args(DTypeName)), help="Default: the checkpoint's."),
+    click.option("--dispatch", type=click.Choice(get_args(DispatchKind)), help="How tokens reach experts."),
+    click.option("--device", type=click.Choice(get_args(DeviceName)), help="What ranks compute on. Default cpu."),
+    click.option("--threads", type=int, help="CPU threads of a rank."),
+    click.option("--kv-cache-tokens", type=int, help="Tokens that a rank's KV cache holds."),
+    *(_limit_option(field) for field in msgspec.structs.fields(Limits)),
+]
+
+
+def pool_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options to a command, which receives them by name."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def pool_config(options: dict[str, Any]) -> PoolConfig:
+    """The configuration that the options make, laid over the file that `--config` names.
+
+    Raises:
+        ConfigError: see `load_config`; or there is neither a model nor a file.
+    """
+    if options["config_path"] is None and options["model"] is None:
+        raise ConfigError("give --model FOLDER, or --config FILE with a model")
+    overrides: dict[str, Any] = {name: options.get(name) for name in _TOP_LEVEL}
+    overrides["limits"] = {field.name: options.get(field.name) for field in msgspec.structs.fields(Limits)}
+    overrides["cache"] = {"num_tokens": options.get("kv_cache_tokens")}
+    overrides["worker"] = {"threads": options.get("threads"), "device": options.get("device")}
+    overrides["placement"] = {"timeout_s": options.get("placement_timeout")}
+    return load_config(options["config_path"], overrides)

@@ -169,7 +169,7 @@ class Driver:
         await asyncio.wait(self._fates.values())
         lost = {rank: error for rank, fate in self._fates.items() if (error := fate.result()) is not None}
         if lost:
-            await self._fail(describe_failure(lost, "while leaving the loop"))
+            await self._fail(describe_failure(lost, "while leaving the loop", self._places))
             raise cast(ExpertPoolError, self._failure)
         try:
             self._graphs = await capture_in_lockstep(make_plan(self._config.limits), self._capture_on_all_ranks)
@@ -243,7 +243,7 @@ class Driver:
         failures = {rank: error for rank, call in ended.items() if call.done() and (error := call.exception())}
         self._ended_ranks |= {rank for rank, error in failures.items() if isinstance(error, RayActorError)}
         if failures:
-            raise describe_failure(failures, f"during {_readable(method, args)}")
+            raise describe_failure(failures, f"during {_readable(method, args)}", self._places)
         if pending:
             late = [rank for rank, call in calls.items() if call in pending]
             raise RankError(
@@ -275,7 +275,8 @@ class Driver:
         fates = await self._follow_failure(self._fates)
         if self._state is DriverState.READY:
             failures = {rank: fate.result() for rank, fate in fates.items()}
-            await self._fail(describe_failure({r: error for r, error in failures.items() if error}, "while running"))
+            found = {rank: error for rank, error in failures.items() if error}
+            await self._fail(describe_failure(found, "while running", self._places))
 
     async def _follow_failure(self, calls: "Mapping[int, asyncio.Task[Any]]") -> "dict[int, asyncio.Task[Any]]":
         """The calls that ended once one of them failed.
@@ -390,10 +391,17 @@ async def _fate(ref: Any) -> BaseException | None:
     return None
 
 
-def describe_failure(failures: dict[int, BaseException], when: str) -> ExpertPoolError:
+def describe_failure(
+    failures: dict[int, BaseException], when: str, places: tuple[RankPlace, ...] = ()
+) -> ExpertPoolError:
     """One error from what several ranks report: deaths first, then the ranks' own errors, lost peers last.
 
     An error of our own hierarchy keeps its type.
+
+    Args:
+        failures: what each rank that failed raised.
+        when: the stage, for the message.
+        places: where ranks run, as far as that is known.
     """
     if not failures:
         return RankError(f"all ranks stopped {when} without being told to")
@@ -407,7 +415,8 @@ def describe_failure(failures: dict[int, BaseException], when: str) -> ExpertPoo
             f"{cause} (raised on ranks {sorted(r for r, c in causes.items() if type(c) is type(cause))})"
         )
     if isinstance(cause, RayActorError):
-        return RankError(f"rank {rank} died {when}: {_first_line(cause)}")
+        where = "".join(f" (process {p.pid} on {p.address})" for p in places if p.rank == rank)
+        return RankError(f"rank {rank}{where} died {when}: {_reason_of_death(cause)}")
     return RankError(f"rank {rank} failed {when}: {type(cause).__name__}: {_first_line(cause)}")
 
 
@@ -417,6 +426,13 @@ def _suspicion(cause: BaseException) -> int:
         return 0
     text = str(cause).lower()
     return 2 if "connection" in text or "gloo" in text or "timed out" in text else 1
+
+
+def _reason_of_death(cause: RayActorError) -> str:
+    """The lines of Ray's message that say why, without ids of actors and jobs."""
+    lines = [line.strip() for line in str(cause).splitlines()]
+    telling = [line for line in lines if "because" in line or line.startswith("Worker exit detail")]
+    return " ".join(telling) or _first_line(cause)
 
 
 def _first_line(error: BaseException) -> str:

@@ -157,7 +157,8 @@ DISAGREEMENTS = {
     "bucket": (other_bucket, "rehearsal of decode[2 x 1] bucket differs", 2, 1),
     "tokens_per_request": (other_tokens_per_request, "rehearsal of decode[1 x 1] tokens_per_request differs", 1, 2),
     "padding_mode": (other_padding_mode, "rehearsal of decode[3 x 1] padding_mode differs", "MAX_LEN", "SUM_LEN"),
-    "capacity": (other_capacity, "rehearsal of piecewise[16 x 1] capacity differs", 16, 15),
+    # The largest entry no longer fits the smaller capacity, so it is dropped before entries are compared.
+    "capacity": (other_capacity, "rehearsal of decode[3 x 1] capacity differs", 16, 15),
     "dispatcher": (other_dispatcher, "piecewise[16 x 1] dispatcher differs", "allgather", "another dispatcher"),
     "expert_backend": (other_expert_backend, "expert_backend differs", "torch grouped_mm", OTHER_BACKEND),
     "buffer_shape": (other_buffer_shape, "rehearsal of piecewise[16 x 1] static_buffers[7].shape[1] differs", 32, 33),
@@ -287,8 +288,9 @@ def test_a_rank_that_ends_inside_capture_is_named_and_takes_no_rank_into_a_hang(
             next(pool.generate(PROMPTS))
 
 
-def test_a_disagreement_in_a_running_pool_ends_it_for_everyone(session, random_models):
-    with ExpertPool.launch(config_of(random_models["qwen3_moe"], 2)) as pool:
+@pytest.mark.parametrize("ranks", [2, 4] if FULL_MATRIX else [2])
+def test_a_disagreement_in_a_running_pool_ends_it_for_everyone(ranks, session, random_models):
+    with ExpertPool.launch(config_of(random_models["qwen3_moe"], ranks)) as pool:
         processes = [psutil.Process(place.pid) for place in pool.status().places]
         lengths = [SamplingParams(max_new_tokens=length, ignore_eos=True) for length in (1, 480, 480)]
         completions = pool.generate([[3, 4], [5, 6], [7, 8]], lengths)
@@ -298,9 +300,9 @@ def test_a_disagreement_in_a_running_pool_ends_it_for_everyone(session, random_m
         with pytest.raises(GeometryError) as raised:
             list(completions)
         assert time.monotonic() - started < WITHIN_S
-        expected = f"expert_backend differs ({listed(2, 'torch grouped_mm', 1, OTHER_BACKEND)})"
+        expected = f"expert_backend differs ({listed(ranks, 'torch grouped_mm', 1, OTHER_BACKEND)})"
         assert expected in str(raised.value)
-        assert "raised on ranks [0, 1]" in str(raised.value)
+        assert f"raised on ranks {list(range(ranks))}" in str(raised.value)
         _, left = psutil.wait_procs(processes, timeout=WITHIN_S)
         assert left == []
 
@@ -329,10 +331,8 @@ def disagree_while_running(engine: RankEngine, fault: Fault, faulty_rank: int) -
         seen[0] += 1
         if seen[0] == FAULTY_STEP and engine.rank == faulty_rank:
             opened[0].__enter__()
-            arguments = (
-                type(arguments[0])(**{**vars(arguments[0]), "state_digest": engine._loop._state.digest()}),
-                engine._loop._state,
-            )
+            proposal = arguments[0]._replace(state_digest=engine._loop._state.digest())
+            arguments = (proposal, engine._loop._state)
         return agree(*arguments)
 
     opened.append(fault(engine))

@@ -18,8 +18,6 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/geometry.md")
 HOUSE = ("cluster", "workers", "graphs", "dispatch")
 CONFIG_FILE = "ray_configs/local_two_ranks.yaml"
-# Names in code font that are words of others: Ray, Transformers, tools, keys of files.
-FOREIGN = {"config.json", "AttentionInterface", "local_counter", "finish_reason", "pre_commit"}
 
 
 def text_of(document: str) -> str:
@@ -115,7 +113,7 @@ def test_names_in_a_document_exist_in_the_code(document):
         for word in re.findall(r"\w+", span)
         if re.fullmatch(r"[a-z0-9]+(_[A-Za-z0-9]+)+|[A-Z][a-z]+([A-Z][a-z]+)+|[A-Z]+(_[A-Z]+)+", word)
     }
-    assert sorted(named - words - FOREIGN) == []
+    assert sorted(named - words) == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

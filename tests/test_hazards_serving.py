@@ -72,9 +72,7 @@ def test_h8_idle_ranks_take_no_cpu_and_wake_together_again_and_again(gang, refer
 def test_h8_ranks_that_went_idle_stop_when_told_to(random_models):
     with PlainRanks(PoolConfig(model=random_models["qwen3_moe"], ranks=2)) as ranks:
         ranks.generate([[3, 4]], greedy(2))
-        started = time.monotonic()
-    assert [process.exitcode for process in ranks.processes] == [0, 0]
-    assert time.monotonic() - started < 9, "the ranks were killed after 10 s rather than stopped"
+    assert [process.exitcode for process in ranks.processes] == [0, 0], "a rank that does not stop is killed"
 
 
 @pytest.mark.parametrize("lengths", [(1, 3, 17, 40, 64, 150, 300), (40,)], ids=["7_prompts", "1_prompt"])

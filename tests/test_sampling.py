@@ -96,7 +96,7 @@ def test_no_sequences_give_no_tokens():
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens=0: set max_new_tokens to 1 or more"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0: set max_new_tokens to between 1 and 2**31 - 1"),
         ({"temperature": -0.5}, "temperature=-0.5: set temperature to 0 (greedy) or more"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_p": 0.0}, "top_p=0.0: set top_p to above 0 and at most 1"),

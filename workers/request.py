@@ -32,8 +32,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         refuse = _refuse_setting
-        if self.max_new_tokens < 1:
-            refuse("max_new_tokens", self.max_new_tokens, "1 or more")
+        if not 1 <= self.max_new_tokens < 2**31:
+            refuse("max_new_tokens", self.max_new_tokens, "between 1 and 2**31 - 1")
         if not 0.0 <= self.temperature < float("inf"):
             refuse("temperature", self.temperature, "0 (greedy) or more")
         if not 0.0 < self.top_p <= 1.0:

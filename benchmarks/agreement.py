@@ -1,0 +1,125 @@
+"""What a step agreement costs beside one bare all-gather of the same bytes.
+
+    python benchmarks/agreement.py
+
+Ranks are plain processes on this machine that meet over Gloo, one thread each. Every iteration times, one after the
+other, a bare all-gather of a proposal's bytes and a whole agreement: reading the state and its digest, the all-gather,
+the comparison of digests, and the derivation of the plan with a full set of graphs to choose from. Medians over the
+iterations of rank 0; their ratio is what the checks and the plan add.
+
+How the agreement could hide: a plan needs to know what each rank will run next, and for a decode step that is known
+before the sampled tokens are: the same requests, one token each, less those that end. So a rank could propose step
+`n + 1` while step `n` runs on its device, and wait for the answer only when the device is done; where a request ended
+meanwhile, its row runs on as padding for one step. What stands in the way is that an end by token, a stop text or an
+arrival changes the batch between proposal and step, so the plan would have to allow "at most" counts. On CPU ranks the
+cores that would run the agreement are those that run the step, so nothing would be gained here; with GPU steps of a few
+milliseconds the agreement of one host is a few per cent of a step.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import functools
+import itertools
+import multiprocessing
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+from expert_pool.cluster.config import PoolConfig, resolve
+from expert_pool.dispatch.collectives import Collectives, all_gather_tensors
+from expert_pool.dispatch.select import make_dispatcher
+from expert_pool.graphs.lockstep import LockstepRank
+from expert_pool.graphs.plan import make_plan
+from expert_pool.workers.agreement import Agreement, Proposal, StateReader
+from expert_pool.workers.engine import budget_for
+from expert_pool.workers.graph_set import frozen_facts
+from expert_pool.workers.inspection import inspect_model
+from expert_pool.workers.rank_config import RankConfig
+from expert_pool.workers.scheduler import BatchKind
+
+MODEL = str(Path(__file__).resolve().parent.parent / "examples" / "tiny_moe")
+WARM_UP = 50
+BOUND = 1.5
+NUM_FIELDS = 8
+
+
+def state_of(config: RankConfig, rank: int) -> StateReader:
+    """A rank's state as in a running pool: its dispatcher with buffers, and all planned graphs committed."""
+    collectives = Collectives({"ep": dist.group.WORLD})
+    dispatcher = make_dispatcher(config.dispatch, collectives, rank, budget_for(config), torch.device("cpu"))
+    graphs = LockstepRank(rank, {}, lambda entry: None)
+    graphs.commit_plan(make_plan(config.limits))
+    return StateReader(config, functools.partial(frozen_facts, dispatcher), graphs)
+
+
+def run_rank(config: RankConfig, rank: int, port: int, iterations: int, answers: Any) -> None:
+    """Time both, alternating, and put the medians of rank 0, in microseconds, into `answers`."""
+    torch.set_num_threads(1)
+    world_size = config.layout.world_size
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    bare_group, host_group = (dist.new_group(backend="gloo") for _ in range(2))
+    state, agreement = state_of(config, rank), Agreement(host_group, config.layout)
+    sent, received = (
+        torch.zeros(1, NUM_FIELDS, dtype=torch.int64),
+        torch.zeros(world_size, NUM_FIELDS, dtype=torch.int64),
+    )
+
+    def bare(_: int) -> None:
+        all_gather_tensors(received, sent, group=bare_group)
+
+    def agree(step: int) -> None:
+        agreement.agree(Proposal(state.digest(), step, BatchKind.DECODE, 7 + rank, 7 + rank, 0, 1, 0), state)
+
+    seconds: dict[Any, list[float]] = {bare: [], agree: []}
+    for step, call in itertools.product(range(WARM_UP + iterations), (bare, agree)):
+        started = time.perf_counter()
+        call(step)
+        seconds[call].append(time.perf_counter() - started)
+    if rank == 0:
+        answers.put([1e6 * statistics.median(seconds[call][WARM_UP:]) for call in (bare, agree)])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(ranks: int, iterations: int) -> tuple[float, float]:
+    """Microseconds of a bare all-gather and of an agreement over this many ranks."""
+    context = multiprocessing.get_context("spawn")
+    config = resolve(PoolConfig(model=MODEL, ranks=ranks), inspect_model(MODEL, None))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    answers = context.Queue()
+    processes = [
+        context.Process(target=run_rank, args=(config, rank, store.port, iterations, answers), daemon=True)
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    bare, agree = answers.get(timeout=300)
+    for process in processes:
+        process.join()
+    return bare, agree
+
+
+@click.command()
+@click.option("--ranks", multiple=True, type=int, default=(2, 4, 8), show_default=True)
+@click.option("--iterations", default=2000, show_default=True)
+def main(ranks: tuple[int, ...], iterations: int) -> None:
+    """Print a line for each number of ranks; fails where the ratio is above its bound."""
+    click.echo(f"{'ranks':>5} {'all-gather':>12} {'agreement':>12} {'ratio':>6}")
+    ratios = []
+    for number in ranks:
+        bare, agree = measure(number, iterations)
+        ratios.append(agree / bare)
+        click.echo(f"{number:>5} {bare:>9.0f} us {agree:>9.0f} us {ratios[-1]:>6.2f}")
+    if max(ratios) > BOUND:
+        raise click.ClickException(f"an agreement takes more than {BOUND} times a bare all-gather")
+
+
+if __name__ == "__main__":
+    main()

@@ -7,7 +7,7 @@ SOURCES := cluster workers dispatch graphs tests benchmarks examples
 TORCH ?= torch==2.13.0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install run test test-matrix lint format types bench clean
+.PHONY: install run test test-matrix test-faults lint format types bench clean
 
 install: $(VENV)/.installed
 
@@ -23,8 +23,11 @@ run: install  ## the main job: complete examples/prompts.jsonl on two CPU ranks
 test: install  ## the whole suite, under 10 minutes on 2 cores
 	$(BIN)/python -m pytest
 
-test-matrix: install  ## every family, layout, dispatch and limit; the suite holds a seeded sample of it
-	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest tests/test_token_equality.py
+test-matrix: install  ## every family, layout and dispatch against Transformers; the suite holds a seeded sample
+	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest tests/test_token_equality.py tests/test_replay.py
+
+test-faults: install  ## every fault at capture and in a step, on 2 and 4 ranks; the suite holds a seeded sample
+	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest tests/test_capture_faults.py
 
 lint: install
 	$(BIN)/ruff check $(SOURCES)

@@ -25,6 +25,8 @@ import itertools
 import multiprocessing
 import statistics
 import time
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +35,12 @@ import torch
 import torch.distributed as dist
 from expert_pool.cluster.config import PoolConfig, resolve
 from expert_pool.dispatch.collectives import Collectives, all_gather_tensors
+from expert_pool.dispatch.path import DispatchedPath
 from expert_pool.dispatch.select import make_dispatcher
 from expert_pool.graphs.lockstep import LockstepRank
-from expert_pool.graphs.plan import make_plan
+from expert_pool.graphs.plan import plan_captures
 from expert_pool.workers.agreement import Agreement, Proposal, StateReader
-from expert_pool.workers.engine import budget_for
+from expert_pool.workers.exchange_sizes import budget_for
 from expert_pool.workers.graph_set import frozen_facts
 from expert_pool.workers.inspection import inspect_model
 from expert_pool.workers.rank_config import RankConfig
@@ -46,25 +49,27 @@ from expert_pool.workers.scheduler import BatchKind
 MODEL = str(Path(__file__).resolve().parent.parent / "examples" / "tiny_moe")
 WARM_UP = 50
 BOUND = 1.5
+TIMEOUT = timedelta(seconds=60)
 NUM_FIELDS = 8
 
 
 def state_of(config: RankConfig, rank: int) -> StateReader:
     """A rank's state as in a running pool: its dispatcher with buffers, and all planned graphs committed."""
     collectives = Collectives({"ep": dist.group.WORLD})
-    dispatcher = make_dispatcher(config.dispatch, collectives, rank, budget_for(config), torch.device("cpu"))
+    device = torch.device("cpu")
+    path = DispatchedPath(make_dispatcher(config.dispatch, collectives, rank, budget_for(config), device), device)
     graphs = LockstepRank(rank, {}, lambda entry: None)
-    graphs.commit_plan(make_plan(config.limits))
-    return StateReader(config, functools.partial(frozen_facts, dispatcher), graphs)
+    graphs.commit_plan(plan_captures(config.limits))
+    return StateReader(config, functools.partial(frozen_facts, path), graphs)
 
 
-def run_rank(config: RankConfig, rank: int, port: int, iterations: int, answers: Any) -> None:
-    """Time both, alternating, and put the medians of rank 0, in microseconds, into `answers`."""
+def run_rank(config: RankConfig, rank: int, port: int, iterations: int) -> tuple[float, float]:
+    """Time both, alternating; the medians on this rank, in microseconds."""
     torch.set_num_threads(1)
     world_size = config.layout.world_size
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    bare_group, host_group = (dist.new_group(backend="gloo") for _ in range(2))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    bare_group, host_group = (dist.new_group(backend="gloo", timeout=TIMEOUT) for _ in range(2))
     state, agreement = state_of(config, rank), Agreement(host_group, config.layout)
     sent, received = (
         torch.zeros(1, NUM_FIELDS, dtype=torch.int64),
@@ -82,10 +87,9 @@ def run_rank(config: RankConfig, rank: int, port: int, iterations: int, answers:
         started = time.perf_counter()
         call(step)
         seconds[call].append(time.perf_counter() - started)
-    if rank == 0:
-        answers.put([1e6 * statistics.median(seconds[call][WARM_UP:]) for call in (bare, agree)])
     dist.barrier()
     dist.destroy_process_group()
+    return tuple(1e6 * statistics.median(seconds[call][WARM_UP:]) for call in (bare, agree))
 
 
 def measure(ranks: int, iterations: int) -> tuple[float, float]:
@@ -93,17 +97,9 @@ def measure(ranks: int, iterations: int) -> tuple[float, float]:
     context = multiprocessing.get_context("spawn")
     config = resolve(PoolConfig(model=MODEL, ranks=ranks), inspect_model(MODEL, None))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    answers = context.Queue()
-    processes = [
-        context.Process(target=run_rank, args=(config, rank, store.port, iterations, answers), daemon=True)
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    bare, agree = answers.get(timeout=300)
-    for process in processes:
-        process.join()
-    return bare, agree
+    with ProcessPoolExecutor(ranks, context) as pool:
+        answers = [pool.submit(run_rank, config, rank, store.port, iterations) for rank in range(ranks)]
+        return answers[0].result()
 
 
 @click.command()

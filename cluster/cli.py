@@ -82,9 +82,9 @@ def plan(**options: Any) -> None:
     """Show what a pool would take. Starts nothing and reads no weights."""
     console = Console()
     with _orderly_exit(Console(stderr=True)):
-        from .plan_report import make_plan, print_plan
+        from .plan_report import plan_pool, print_plan
 
-        report = make_plan(pool_config(options))
+        report = plan_pool(pool_config(options))
         print_plan(report, console)
         if report.problems:
             sys.exit(EXIT_REFUSED)
@@ -140,11 +140,19 @@ def _generate(
                     )
             finally:
                 _say(console, progress.summary())
-            reports = pool.status().graphs
-            _say(console, graph_summary(reports))
-            if show_graphs:
-                console.print(graph_table(reports))
+            _report_graphs(pool, console, show_graphs)
     return EXIT_FAILED if progress.failed else 0
+
+
+def _report_graphs(pool: ExpertPool, console: Console, show_graphs: bool) -> None:
+    try:
+        reports = pool.status().graphs
+    except ExpertPoolError as error:  # all results are written: a rank lost now does not make the run a failure
+        _say(console, f"graphs: unknown, {error}")
+        return
+    _say(console, graph_summary(reports))
+    if show_graphs:
+        console.print(graph_table(reports))
 
 
 def _say(console: Console, line: str) -> None:

@@ -30,7 +30,7 @@ def _limit_option(field: msgspec.structs.FieldInfo) -> Callable[..., Any]:
     flag, help_text = "--" + field.name.replace("_", "-"), f"Sets limits.{field.name}."
     kinds = [kind for kind in get_args(field.type) or (field.type,) if kind is not type(None)]
     if kinds == [bool]:
-        return click.option(flag, is_flag=True, default=None, help=help_text)
+        return click.option(f"{flag}/{flag.replace('--disable', '--enable')}", default=None, help=help_text)
     if kinds == [int]:
         return click.option(flag, type=int, help=help_text)
     choices = [choice for kind in kinds for choice in (get_args(kind) or (kind,)) if isinstance(choice, str)]

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import msgspec
 import ray
-from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ..dispatch.errors import ExpertPoolError, PlacementError, RankError
-from ..graphs.plan import CaptureEntry, CapturePlan, make_plan
+from ..dispatch.errors import ExpertPoolError, RankError
+from ..graphs.plan import CaptureEntry, CapturePlan, plan_captures
 from ..graphs.report import GraphReport
 from ..workers.mailbox import Intake
 from ..workers.rank import Rank, RankPlace
@@ -22,6 +22,7 @@ from ..workers.request import Completion, RankStats, Request, SamplingParams
 from .capture import CaptureOutcome, capture_in_lockstep
 from .config import PlacementConfig
 from .driver_state import DriverState, may_follow
+from .failure import describe_failure
 from .placement import Placement
 from .router import Router
 
@@ -114,7 +115,7 @@ class Driver:
             yield f"loading {self._config.spec.path} on {len({place.node_id for place in self._places})} node(s)"
             self._loads = tuple(await self._on_all_ranks("load", self._deadlines.start_timeout_s))
             self._enter(DriverState.CAPTURING)
-            self._graphs = await capture_in_lockstep(make_plan(self._config.limits), self._capture_on_all_ranks)
+            self._graphs = await capture_in_lockstep(plan_captures(self._config.limits), self._capture_on_all_ranks)
             for drop in self._graphs.dropped:
                 yield str(drop)
             self._begin_running()
@@ -172,7 +173,7 @@ class Driver:
             await self._fail(describe_failure(lost, "while leaving the loop", self._places))
             raise cast(ExpertPoolError, self._failure)
         try:
-            self._graphs = await capture_in_lockstep(make_plan(self._config.limits), self._capture_on_all_ranks)
+            self._graphs = await capture_in_lockstep(plan_captures(self._config.limits), self._capture_on_all_ranks)
             return self._graphs
         except ExpertPoolError as error:
             self._graphs = CaptureOutcome(CapturePlan(()), ())
@@ -254,7 +255,8 @@ class Driver:
 
     async def _capture_on_all_ranks(self, method: str, *args: Any) -> list[Any]:
         """One call of the capture protocol on every rank; see `graphs.lockstep.LockstepRank`."""
-        deadline, collective = self._deadlines.start_timeout_s, method in ("warm_up", "record")
+        deadline = _STOP_S if method == "fail" else self._deadlines.start_timeout_s
+        collective = method in ("warm_up", "record")
         return await self._on_all_ranks("capture", deadline, method, *args, collective=collective)
 
     def _begin_running(self) -> None:
@@ -389,52 +391,3 @@ async def _fate(ref: Any) -> BaseException | None:
     except Exception as error:
         return error
     return None
-
-
-def describe_failure(
-    failures: dict[int, BaseException], when: str, places: tuple[RankPlace, ...] = ()
-) -> ExpertPoolError:
-    """One error from what several ranks report: deaths first, then the ranks' own errors, lost peers last.
-
-    An error of our own hierarchy keeps its type.
-
-    Args:
-        failures: what each rank that failed raised.
-        when: the stage, for the message.
-        places: where ranks run, as far as that is known.
-    """
-    if not failures:
-        return RankError(f"all ranks stopped {when} without being told to")
-    causes = {
-        rank: (error.cause if isinstance(error, RayTaskError) and error.cause else error)
-        for rank, error in failures.items()
-    }
-    rank, cause = min(causes.items(), key=lambda item: (_suspicion(item[1]), item[0]))
-    if isinstance(cause, ExpertPoolError) and not isinstance(cause, (RankError, PlacementError)):
-        return type(cause)(
-            f"{cause} (raised on ranks {sorted(r for r, c in causes.items() if type(c) is type(cause))})"
-        )
-    if isinstance(cause, RayActorError):
-        where = "".join(f" (process {p.pid} on {p.address})" for p in places if p.rank == rank)
-        return RankError(f"rank {rank}{where} died {when}: {_reason_of_death(cause)}")
-    return RankError(f"rank {rank} failed {when}: {type(cause).__name__}: {_first_line(cause)}")
-
-
-def _suspicion(cause: BaseException) -> int:
-    """Lower is more likely the origin: ranks that lose a peer report a broken connection."""
-    if isinstance(cause, (ActorDiedError, RayActorError)):
-        return 0
-    text = str(cause).lower()
-    return 2 if "connection" in text or "gloo" in text or "timed out" in text else 1
-
-
-def _reason_of_death(cause: RayActorError) -> str:
-    """The lines of Ray's message that say why, without ids of actors and jobs."""
-    lines = [line.strip() for line in str(cause).splitlines()]
-    telling = [line for line in lines if "because" in line or line.startswith("Worker exit detail")]
-    return " ".join(telling) or _first_line(cause)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3]) if lines else type(error).__name__

@@ -21,10 +21,9 @@ from ..dispatch.capacity import CAPACITY_VARIABLE
 from ..dispatch.errors import CheckpointError, ConfigError
 from ..dispatch.limits import ALL_TO_ALL_KINDS, Limits, step_widths
 from ..dispatch.workspace import flashinfer_workspace_bytes
-from ..graphs.plan import CaptureEntry
-from ..graphs.plan import make_plan as make_capture_plan
+from ..graphs.plan import CaptureEntry, plan_captures
 from ..workers.checkpoint import check_weights
-from ..workers.engine import budget_for, row_formats
+from ..workers.exchange_sizes import budget_for, row_formats
 from ..workers.graph_set import draft_cache, static_bytes
 from ..workers.inspection import inspect_model
 from ..workers.rank_config import RankConfig
@@ -96,7 +95,7 @@ class PlanReport(msgspec.Struct, frozen=True):
         return sum(buffer.num_bytes for buffer in self.buffers if buffer.name.startswith(name))
 
 
-def make_plan(config: PoolConfig) -> PlanReport:
+def plan_pool(config: PoolConfig) -> PlanReport:
     """Size a pool from the model's `config.json` alone; weight files are looked at, if there are any, not read.
 
     A configuration that would be refused is planned all the same, with every problem in the report.
@@ -193,7 +192,7 @@ def _bounds(config: RankConfig, given: Limits) -> tuple[PlannedBound, ...]:
 
 def _graphs(config: RankConfig) -> tuple[PlannedGraphs, ...]:
     kinds: dict[tuple[str, int], list[CaptureEntry]] = {}
-    for entry in make_capture_plan(config.limits).entries:
+    for entry in plan_captures(config.limits).entries:
         kinds.setdefault((entry.kind, entry.tokens_per_request), []).append(entry)
     return tuple(
         PlannedGraphs(

@@ -64,7 +64,7 @@ class AllGatherDispatcher:
             self._collectives.all_gather("ep", received, sent)
         else:
             # Gloo gathers equal sizes only, so rows of different number travel as an all-to-all of copies.
-            sent.view(world_size, num_rows, -1)[1:] = sent[:num_rows]
+            sent.view(world_size, num_rows, sent.shape[1])[1:] = sent[:num_rows]
             self._collectives.all_to_all("ep", received, sent, list(geometry.slot_sizes), [num_rows] * world_size)
 
         return Dispatched(

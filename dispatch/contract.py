@@ -126,7 +126,7 @@ def check_rows(
     if runtime_max > capacity:
         raise GeometryError(
             f"runtime_max_tokens_per_rank={runtime_max} is above the {capacity} rows a rank that the exchange buffers "
-            f"were made for (rows per rank {geometry.num_rows_per_rank}): raise max_dispatch_tokens_per_rank"
+            f"were made for (rows per rank {geometry.num_rows_per_rank}): raise limits.max_dispatch_tokens_per_rank"
         )
     announced = geometry.num_rows_per_rank[rank]
     if x_TH.shape[0] != announced or expert_ids_TK.shape[0] != announced:

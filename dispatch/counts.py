@@ -11,16 +11,13 @@ class CountTensors:
     Attributes:
         num_tokens: `[dp_size]`, tokens of each DP rank after padding.
         num_tokens_for_logprob: `[dp_size]`, rows of each DP rank whose logits are due.
-        num_valid_tokens: `[1]`, tokens of this rank's batch before padding; rows beyond it carry no token.
     """
 
     def __init__(self, dp_size: int, device: torch.device):
         self.num_tokens = torch.zeros(dp_size, dtype=torch.int32, device=device)
         self.num_tokens_for_logprob = torch.zeros(dp_size, dtype=torch.int32, device=device)
-        self.num_valid_tokens = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def fill(self, geometry: StepGeometry, num_due_per_dp_rank: tuple[int, ...], num_valid_tokens: int) -> None:
-        """Copy a step's counts in; the first two are equal on every rank."""
+    def fill(self, geometry: StepGeometry, num_due_per_dp_rank: tuple[int, ...]) -> None:
+        """Copy a step's counts in, equal on every rank."""
         self.num_tokens.copy_(torch.tensor(geometry.num_tokens_per_dp_rank, dtype=torch.int32))
         self.num_tokens_for_logprob.copy_(torch.tensor(num_due_per_dp_rank, dtype=torch.int32))
-        self.num_valid_tokens.fill_(num_valid_tokens)

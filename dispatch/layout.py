@@ -29,9 +29,6 @@ class Layout(msgspec.Struct, frozen=True):
     def dp_rank(self, rank: int) -> int:
         return rank // self.attn_tp_size
 
-    def attn_tp_rank(self, rank: int) -> int:
-        return rank % self.attn_tp_size
-
     def leader(self, dp_rank: int) -> int:
         """The rank that receives the requests of this DP rank and samples its tokens."""
         return dp_rank * self.attn_tp_size

@@ -17,6 +17,7 @@ from .contract import INVALID_EXPERT_ID
 from .errors import ConfigError, GeometryError
 from .geometry import StepGeometry
 from .layout import Layout
+from .torch_experts import LocalExperts
 
 
 class MegaExperts:
@@ -32,6 +33,7 @@ class MegaExperts:
     """
 
     name = "mega"
+    expert_backend = "FlashInfer SM90 CuTe DSL mega kernel, bf16"
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class MegaExperts:
 
     def run(
         self,
-        experts: torch.nn.Module,
+        experts: LocalExperts,
         x_TH: torch.Tensor,
         expert_ids_TK: torch.Tensor,
         expert_weights_TK: torch.Tensor,
@@ -109,7 +111,7 @@ class MegaExperts:
             )
         if not self._collectives.issue("mega_moe", "ep", x_TH):
             return torch.zeros_like(x_TH)
-        return self._layers[id(experts)].forward(
+        return self._layers[id(experts.module)].forward(
             MoEEpTensors(
                 hidden_states=x_TH.contiguous(),
                 topk_ids=expert_ids_TK.to(torch.int64).clamp(min=INVALID_EXPERT_ID).contiguous(),

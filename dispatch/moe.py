@@ -1,41 +1,37 @@
-"""One MoE layer on one rank: scatter the shared batch, dispatch, experts, combine, gather back.
+"""One MoE layer on one rank: scatter the shared batch, send its rows through the experts, gather back.
 
 Transformers builds one `ExpertParallelExperts` for every experts module of the model (through its
 `EPImplementationInterface`) and calls it with the batch this rank holds. All layers of a rank share one `MoeExchange`,
-which carries the dispatcher and the geometry of the step under way.
+which carries the path to the experts and the geometry of the step under way.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation
 
 from .collectives import Collectives
-from .contract import INVALID_EXPERT_ID, Dispatcher
+from .contract import INVALID_EXPERT_ID
 from .errors import GeometryError
 from .geometry import StepGeometry
 from .layout import Layout
-from .mega import MegaExperts
-
-ExpertsForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+from .path import ExpertPath
+from .torch_experts import LocalExperts
 
 
 class MoeExchange:
-    """The dispatcher of a rank and the geometry of its current step.
+    """The experts' path of a rank and the geometry of its current step.
 
     Args:
         layout: the arrangement of ranks, equal on every rank.
         rank: this rank.
-        dispatcher: how rows reach their experts, or what takes them there and computes them in one; the same kind on
-            every rank.
+        path: how rows travel and what computes them; the same on every rank.
         collectives: through which the ranks that share a batch gather its rows back.
     """
 
-    def __init__(self, layout: Layout, rank: int, dispatcher: Dispatcher | MegaExperts, collectives: Collectives):
+    def __init__(self, layout: Layout, rank: int, path: ExpertPath, collectives: Collectives):
         self.layout = layout
         self.rank = rank
-        self.dispatcher = dispatcher
+        self.path = path
         self.collectives = collectives
         self._geometry: StepGeometry | None = None
         self._num_valid_tokens: torch.Tensor | None = None
@@ -83,46 +79,13 @@ class MoeExchange:
         return torch.cat([slot[:size] for slot, size in zip(slots, sizes, strict=True)])
 
 
-def run_local_experts(
-    experts_forward: ExpertsForward,
-    x_RH: torch.Tensor,
-    expert_ids_RK: torch.Tensor,
-    expert_weights_RK: torch.Tensor,
-    num_local_experts: int,
-) -> torch.Tensor:
-    """This rank's experts on the (row, expert) pairs that are its own; rows without one cost nothing.
-
-    Args:
-        experts_forward: the model family's own experts, `(x, ids, weights) -> weighted sum`, on local expert ids.
-        x_RH: `[R, H]` received rows.
-        expert_ids_RK: `[R, K]` local expert ids; outside `[0, num_local_experts)` where there is nothing to compute.
-        expert_weights_RK: `[R, K]` routing weights.
-        num_local_experts: experts this rank owns.
-
-    Returns:
-        `[R, H]`: weighted sums over this rank's experts, zero where it owns none of a row's experts.
-    """
-    here_RK = (expert_ids_RK >= 0) & (expert_ids_RK < num_local_experts)
-    if x_RH.device.type == "cuda":
-        # Shapes must not depend on the routing where a step is recorded; the grouped GEMM skips the sentinel's rows.
-        ids_RK = torch.where(here_RK, expert_ids_RK, num_local_experts).to(torch.int64)
-        return experts_forward(x_RH, ids_RK, expert_weights_RK.masked_fill(~here_RK, 0.0))
-    row, slot = here_RK.nonzero(as_tuple=True)
-    y_RH = x_RH.new_zeros(x_RH.shape)
-    if row.numel() == 0:
-        return y_RH
-    ids_P1 = expert_ids_RK[row, slot].unsqueeze(1).to(torch.int64)
-    weights_P1 = expert_weights_RK[row, slot].unsqueeze(1)
-    return y_RH.index_add_(0, row, experts_forward(x_RH[row], ids_P1, weights_P1).to(y_RH.dtype))
-
-
 class ExpertParallelExperts(EPImplementation):
     """Our dispatch behind Transformers' expert-parallel plug-in point; one instance an experts module."""
 
     def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, exchange: MoeExchange):
         super().__init__(experts, ep_mesh, tp_mesh)
         self._exchange = exchange
-        self._experts = experts
+        self._experts = LocalExperts(experts, self.experts_forward, self.num_local_experts)
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -131,18 +94,6 @@ class ExpertParallelExperts(EPImplementation):
         exchange = self._exchange
         geometry = exchange.geometry_for(hidden_states.shape[0])
         rows = geometry.row_range(exchange.rank)
-        top_k_index = exchange.without_padding(top_k_index)
-        x_TH, ids_TK, weights_TK = hidden_states[rows], top_k_index[rows], top_k_weights[rows]
-        dispatcher = exchange.dispatcher
-        if isinstance(dispatcher, MegaExperts):
-            y_TH = dispatcher.run(self._experts, x_TH, ids_TK, weights_TK, geometry)
-            return exchange.gather_shared_batch(y_TH, geometry)
-        dispatched = dispatcher.dispatch(x_TH, ids_TK, weights_TK, geometry, self.num_local_experts)
-        partial = run_local_experts(
-            self.experts_forward,
-            dispatched.x_RH,
-            dispatched.expert_ids_RK,
-            dispatched.expert_weights_RK,
-            self.num_local_experts,
-        )
-        return exchange.gather_shared_batch(dispatcher.combine(partial, dispatched), geometry)
+        ids_TK = exchange.without_padding(top_k_index)
+        y_TH = exchange.path.run(self._experts, hidden_states[rows], ids_TK[rows], top_k_weights[rows], geometry)
+        return exchange.gather_shared_batch(y_TH, geometry)

@@ -46,7 +46,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
         return CapturePlan(tuple(entry for entry in self.entries if entry not in dropped))
 
 
-def make_plan(limits: Limits) -> CapturePlan:
+def plan_captures(limits: Limits) -> CapturePlan:
     """The plan that follows from the limits."""
     entries = []
     for kind, width in configured_kinds(limits):

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 from expert_pool.cluster.config import PoolConfig, resolve
-from expert_pool.graphs.plan import make_plan
+from expert_pool.graphs.plan import plan_captures
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.inspection import inspect_model
 from expert_pool.workers.mailbox import Intake
@@ -25,6 +25,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["expert_pool.workers.engine", "plain_ranks"])
 DEADLINE_S = 120.0
 AFTER_ERROR_S = 10.0
+LOOK_S = 0.5
 
 
 class PlainRanks:
@@ -164,9 +165,13 @@ class RankGang:
         until = time.monotonic() + deadline_s
         while waiting:
             try:
-                rank, succeeded, content = self._reports.get(timeout=max(0.0, until - time.monotonic()))
+                rank, succeeded, content = self._reports.get(timeout=LOOK_S)
             except queue.Empty:
-                errors.append(f"ranks {sorted(waiting)} did not finish {what}")
+                ended = [rank for rank in sorted(waiting) if not self.processes[rank].is_alive()]
+                if not ended and time.monotonic() < until:
+                    continue
+                state = f"; the processes of {ended} have ended" if ended else ""
+                errors.append(f"ranks {sorted(waiting)} did not finish {what}{state}")
                 break
             waiting.discard(rank)
             if succeeded:
@@ -243,7 +248,7 @@ def _loaded_engine(config: RankConfig, rank: int, all_commands: list[Any], comma
 
 def record_all(engine: RankEngine) -> None:
     """Record the whole plan; all ranks do it at once, so their collectives meet."""
-    plan = make_plan(engine.config.limits)
+    plan = plan_captures(engine.config.limits)
     engine.graphs.begin()
     for entry in plan.entries:
         engine.graphs.warm_up(entry)

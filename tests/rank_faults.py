@@ -15,10 +15,9 @@ import torch
 from expert_pool.dispatch.exchange import ExchangeBuffers
 from expert_pool.dispatch.geometry import PaddingMode, StepGeometry
 from expert_pool.graphs.plan import CaptureEntry, CapturePlan
-from expert_pool.workers import graph_set
 from expert_pool.workers.agreement import StateReader
 from expert_pool.workers.engine import RankEngine
-from rank_insides import collectives_of, dispatcher_of
+from rank_insides import collectives_of, dispatcher_of, path_of
 
 Fault = Callable[..., AbstractContextManager[None]]
 OTHER_BACKEND = "another backend"
@@ -97,7 +96,7 @@ def other_dispatcher(engine: RankEngine) -> AbstractContextManager[None]:
 
 
 def other_expert_backend(engine: RankEngine) -> AbstractContextManager[None]:
-    return replaced(graph_set, "EXPERT_BACKEND", OTHER_BACKEND)
+    return replaced(path_of(engine), "expert_backend", OTHER_BACKEND)
 
 
 def other_buffer_shape(engine: RankEngine) -> AbstractContextManager[None]:

@@ -19,7 +19,11 @@ def target_of(engine: RankEngine) -> TargetModel:
 
 
 def dispatcher_of(engine: RankEngine) -> Any:
-    return target_of(engine)._exchange.dispatcher
+    return path_of(engine).dispatcher
+
+
+def path_of(engine: RankEngine) -> Any:
+    return target_of(engine)._exchange.path
 
 
 def collectives_of(engine: RankEngine) -> Any:
@@ -78,6 +82,12 @@ class ScriptedInbox(Inbox):
         self.deliver(Intake(), wake_epoch + 1, leave=True)
 
 
+def requests_of(prompts: Sequence[Sequence[int]], new_tokens: int, first_key: int) -> list[Request]:
+    """Greedy requests that go on past an end of sequence."""
+    sampling = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+    return [Request(first_key + index, tuple(prompt), sampling) for index, prompt in enumerate(prompts)]
+
+
 def run_script(engine: RankEngine, arrivals: Sequence[dict[int, list[Sequence[int]]]], new_tokens: int) -> Generated:
     """Generate greedily on all ranks, prompts arriving as scripted; the loop ends when every rank is idle.
 
@@ -87,10 +97,9 @@ def run_script(engine: RankEngine, arrivals: Sequence[dict[int, list[Sequence[in
         new_tokens: of each request.
     """
     layout, keys, mine = engine.config.layout, 0, {}
-    sampling = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
     for dp_rank, by_iteration in enumerate(arrivals):
         for iteration, prompts in sorted(by_iteration.items()):
-            requests = [Request(keys + index, tuple(prompt), sampling) for index, prompt in enumerate(prompts)]
+            requests = requests_of(prompts, new_tokens, first_key=keys)
             keys += len(prompts)
             if engine.rank == layout.leader(dp_rank):
                 mine[iteration] = requests

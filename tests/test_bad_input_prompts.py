@@ -51,7 +51,10 @@ def test_any_text_that_json_allows_is_read_as_it_is(prompts_file, tmp_path):
         ({"prompt": "x", "Temperatur": 5}, "line 2: unknown key Temperatur: did you mean temperature?"),
         ({"prompt": "x", "zzz": 5}, "line 2: unknown key zzz: known: id, prompt, prompt_token_ids, max_new_tokens"),
         ({"prompt": "x", "temperature": -1}, "line 2: temperature=-1.0: set temperature to 0 (greedy) or more"),
-        ({"prompt": "x", "max_new_tokens": 0}, "line 2: max_new_tokens=0: set max_new_tokens to between 1 and 2**31 - 1"),
+        (
+            {"prompt": "x", "max_new_tokens": 0},
+            "line 2: max_new_tokens=0: set max_new_tokens to between 1 and 2**31 - 1",
+        ),
         ({"prompt": "x", "id": "first"}, "line 2: id 'first' is that of line 1"),
         ({"prompt": "x", "id": True}, "line 2: Expected `int | str | null`, got `bool` - at `$.id`"),
     ],

@@ -30,7 +30,7 @@ from expert_pool.cluster import (
 from expert_pool.cluster.capture import CaptureOutcome
 from expert_pool.cluster.pool import _get
 from expert_pool.dispatch.errors import ExpertPoolError
-from expert_pool.graphs.plan import CaptureEntry, make_plan
+from expert_pool.graphs.plan import CaptureEntry, plan_captures
 from expert_pool.workers.engine import RankEngine
 from plain_ranks import RankGang
 from rank_faults import (
@@ -139,7 +139,7 @@ def assert_generates(pool: ExpertPool, reference: Any) -> None:
 
 
 def assert_whole_again(pool: ExpertPool, reference: Any) -> None:
-    plan, world_size = make_plan(LIMITS), pool.rank_config.layout.world_size
+    plan, world_size = plan_captures(LIMITS), pool.rank_config.layout.world_size
     assert recapture(pool) == CaptureOutcome(plan, ())
     assert [on_rank(pool, rank, capture_state) for rank in range(world_size)] == [
         (None, 0, len(plan.entries))
@@ -209,7 +209,7 @@ def test_every_entry_of_the_counts_is_compared(faulty_rank, pool, references):
 
 
 def test_another_plan_on_one_rank_is_refused_by_its_digest(pool, references):
-    plan, world_size = make_plan(LIMITS), pool.rank_config.layout.world_size
+    plan, world_size = plan_captures(LIMITS), pool.rank_config.layout.world_size
     other = plan.without({plan.entries[0]}).digest
     with fault_on(pool, 1, other_plan):
         message = failed_recapture(pool, GeometryError)
@@ -225,7 +225,7 @@ def test_h5_what_one_rank_cannot_record_no_rank_records(pool, references):
     _get(pool._driver.__ray_call__.remote(keep_warnings))
     with fault_on(pool, 1, cannot_record, entry, reason):
         outcome = recapture(pool)
-        assert outcome.plan == make_plan(LIMITS).without({entry})
+        assert outcome.plan == plan_captures(LIMITS).without({entry})
         [drop] = outcome.dropped
         assert str(drop) == f"decode[3 x 1] dropped on all ranks: rank 1 {reason}"
         assert _get(pool._driver.__ray_call__.remote(kept_warnings)) == [str(drop)]

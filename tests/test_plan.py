@@ -9,12 +9,12 @@ import yaml
 from click.testing import CliRunner
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig
 from expert_pool.cluster.cli import main
-from expert_pool.cluster.plan_report import make_plan
+from expert_pool.cluster.plan_report import plan_pool
 from expert_pool.dispatch.capacity import CAPACITY_VARIABLE
 from expert_pool.dispatch.collectives import Collectives
 from expert_pool.dispatch.limits import step_widths
 from expert_pool.dispatch.select import make_dispatcher
-from expert_pool.workers.engine import budget_for, row_formats
+from expert_pool.workers.exchange_sizes import budget_for, row_formats
 from expert_pool.workers.kv_cache import KvCache
 from models import FAMILIES
 
@@ -51,7 +51,7 @@ def test_H10_bytes_printed_equal_bytes_allocated(family, dispatch, random_models
         "cache": {"num_tokens": 1024, "block_size": 8},
     }
     output = plan(random_models[family], tmp_path, limits=limits, **settings)
-    config = make_plan(
+    config = plan_pool(
         PoolConfig(
             model=random_models[family],
             ranks=4,
@@ -83,7 +83,7 @@ def test_H10_bytes_printed_equal_bytes_allocated(family, dispatch, random_models
 
 @pytest.mark.parametrize("dispatch", ["allgather", "alltoall"])
 def test_the_buffers_of_a_rank_have_the_capacity_of_its_configuration(dispatch, tiny_moe):
-    report = make_plan(PoolConfig(model=tiny_moe, ranks=2, dispatch=dispatch))
+    report = plan_pool(PoolConfig(model=tiny_moe, ranks=2, dispatch=dispatch))
     assert report.config.capacity == {"allgather": 2048, "alltoall": 4096}[dispatch]
     assert budget_for(report.config).capacity == report.config.capacity
 
@@ -199,6 +199,6 @@ def test_plan_says_that_a_capacity_rests_where_nothing_uses_it(tiny_moe, tmp_pat
 
 
 def test_a_plan_that_holds_has_no_problems(tiny_moe):
-    report = make_plan(PoolConfig(model=tiny_moe, ranks=2, dispatch="alltoall"))
+    report = plan_pool(PoolConfig(model=tiny_moe, ranks=2, dispatch="alltoall"))
     assert report.problems == report.refusals == ()
     assert report.total_bytes == sum(buffer.num_bytes for buffer in report.buffers) > 0

@@ -16,8 +16,8 @@ from expert_pool.cluster import (
     WorkerConfig,
     load_config,
 )
-from expert_pool.cluster.driver import describe_failure
 from expert_pool.cluster.driver_state import DriverState, may_follow
+from expert_pool.cluster.failure import describe_failure
 from expert_pool.cluster.pool import tokenize
 from expert_pool.cluster.router import Router
 from expert_pool.dispatch.errors import ConfigError

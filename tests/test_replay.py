@@ -12,7 +12,7 @@ import torch.distributed as dist
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig
 from expert_pool.dispatch.geometry import StepGeometry
 from expert_pool.graphs.kinds import KINDS
-from expert_pool.graphs.plan import CaptureEntry, make_plan
+from expert_pool.graphs.plan import CaptureEntry, plan_captures
 from expert_pool.workers.agreement import EAGER_MIXED, EAGER_TOO_LARGE
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.inputs import StepInputs, dummy, pack
@@ -202,7 +202,7 @@ def test_h12_every_batch_up_to_the_largest_bucket_replays_as_it_runs_eagerly(kin
 
 
 def test_every_kind_that_is_compared_was_recorded(gang):
-    recorded = {entry.kind for entry in make_plan(gang.rank_config.limits).entries}
+    recorded = {entry.kind for entry in plan_captures(gang.rank_config.limits).entries}
     assert set(KIND_NAMES) <= recorded
     assert all(KINDS[kind].model == "target" for kind in KIND_NAMES)
 
@@ -360,7 +360,7 @@ def test_tokens_are_the_same_with_graphs_and_without(ranks, attn_tp_size, dispat
 def capture_and_count_collectives(engine: RankEngine) -> list[tuple[str, int, int]]:
     """Go through the capture protocol; `(stage, collectives that the recorded group advanced by, those listed)`."""
     group, graphs = dist.group.WORLD, engine.graphs
-    plan = make_plan(engine.config.limits)
+    plan = plan_captures(engine.config.limits)
     stages: list[tuple[str, int, int]] = []
 
     def stage(name: str, run: object, *args: object) -> None:
@@ -394,7 +394,7 @@ def test_h16_capture_advances_a_recorded_group_by_the_recorded_collectives_and_n
 
 def rehearse_and_count_collectives(engine: RankEngine) -> tuple[int, int]:
     before = dist.group.WORLD._get_sequence_number_for_group()
-    rehearsed = engine.graphs.rehearse(make_plan(engine.config.limits))
+    rehearsed = engine.graphs.rehearse(plan_captures(engine.config.limits))
     return dist.group.WORLD._get_sequence_number_for_group() - before, sum(len(one.collectives) for one in rehearsed)
 
 

@@ -8,6 +8,7 @@ from ..dispatch.errors import ConfigError
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 DeviceName = Literal["cpu", "cuda"]
+PrefillBackend = Literal["fa2", "fa3", "auto"]
 
 
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,11 +39,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         device: `cpu`, or `cuda` for one GPU a rank.
+        prefill_backend: FlashInfer's kernels for eager steps on GPUs; results in docs/ were made with `fa2`.
         threads: CPU threads of a rank.
         step_timeout_s: the longest that ranks wait for each other inside a step before the pool is given up.
     """
 
     device: DeviceName = "cpu"
+    prefill_backend: PrefillBackend = "fa2"
     threads: int = 1
     step_timeout_s: float = 300.0
 

@@ -17,7 +17,7 @@ from ..dispatch.moe import MoeExchange
 from ..graphs.plan import CaptureEntry
 from ..graphs.static import BufferSpec
 from .attention import AttendingRows, PagedBatch, attending_requests
-from .kv_cache import PADDING_BLOCK, KvCache
+from .kv_cache import PADDING_BLOCK, PADDING_SLOT, KvCache
 from .model import TargetModel
 from .model_spec import AttentionShape, ModelSpec
 
@@ -51,7 +51,7 @@ def draft_buffer_specs(
         "input_ids": BufferSpec((max_tokens,), integer, 0, "tokens"),
         "hidden_states": BufferSpec((max_tokens, hidden_size), dtype, 0.0, "tokens"),
         "positions": BufferSpec((max_tokens,), integer, 0, "tokens"),
-        "slots": BufferSpec((max_tokens, num_steps), integer, PADDING_BLOCK, "tokens"),
+        "slots": BufferSpec((max_tokens, num_steps), integer, PADDING_SLOT, "tokens"),
         "query_starts": BufferSpec((max_tables,), integer, 0, "requests"),
         "query_lens": BufferSpec((max_tables,), integer, 0, "requests"),
         "context_lens": BufferSpec((max_tables,), integer, 0, "requests"),
@@ -94,6 +94,10 @@ class DraftModel:
         self._layers = [base.layers[number] for number in self._layer_numbers]
         hidden_size, dtype = spec.moe[-1].hidden_size, getattr(torch, spec.dtype)
         self._projection = torch.eye(hidden_size, dtype=dtype, device=self._embed.weight.device).repeat(1, 2).div_(2)
+
+    @property
+    def num_cache_bytes(self) -> int:
+        return 0 if self.cache is None else self.cache.num_bytes
 
     def graph_step(
         self, views: Mapping[str, torch.Tensor], geometry: StepGeometry, entry: CaptureEntry

@@ -16,42 +16,29 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoTokenizer
 
-from ..dispatch.budget import ExchangeBudget, RowFormat, exchange_budget
+from ..dispatch.budget import ExchangeBudget
 from ..dispatch.collectives import Collectives, GroupName
-from ..dispatch.contract import Dispatcher
 from ..dispatch.counts import CountTensors
 from ..dispatch.mega import MegaExperts
 from ..dispatch.moe import MoeExchange
+from ..dispatch.path import DispatchedPath, ExpertPath
 from ..dispatch.select import make_dispatcher
 from .agreement import Agreement, StateReader
 from .attention import AttentionBackend, SdpaAttention
 from .checkpoint import expert_bytes, load_sharded_model
+from .exchange_sizes import budget_for, row_formats
 from .executor import StepExecutor
 from .graph_set import RecordingMeans, frozen_facts, make_draft, make_graphs
 from .inspection import quiet_transformers
 from .kv_cache import BlockAllocator, KvCache
 from .mailbox import Inbox, Outbox
 from .model import TargetModel
-from .model_spec import ModelSpec
 from .rank_config import LoadReport, RankConfig
 from .scheduler import Scheduler
 from .sequence import Decode
 from .step import StepLoop
 
 logger = logging.getLogger(__name__)
-
-
-def row_formats(spec: ModelSpec) -> list[RowFormat]:
-    """The wire format of each MoE layer."""
-    return [
-        RowFormat(layer.hidden_size, layer.top_k, getattr(torch, spec.dtype), getattr(torch, layer.weights_dtype))
-        for layer in spec.moe
-    ]
-
-
-def budget_for(config: RankConfig) -> ExchangeBudget:
-    """Exchange buffers of each rank."""
-    return exchange_budget(config.limits, config.layout, row_formats(config.spec), capacity=config.capacity)
 
 
 class RankEngine:
@@ -110,8 +97,8 @@ class RankEngine:
         """Read this rank's weights and allocate its cache and buffers."""
         config, spec = self.config, self.config.spec
         layout, budget = config.layout, budget_for(config)
-        dispatcher = self._dispatcher(budget)
-        exchange = MoeExchange(layout, self.rank, dispatcher, self._collectives)
+        path = self._path(budget)
+        exchange = MoeExchange(layout, self.rank, path, self._collectives)
         mesh = init_device_mesh("cpu", (layout.world_size, 1), mesh_dim_names=("ep", "tp"))
         peak_before, started = _peak_memory(), time.perf_counter()
         model = load_sharded_model(spec, exchange, mesh["ep"], mesh["tp"])
@@ -119,9 +106,9 @@ class RankEngine:
         load_seconds, peak_after = time.perf_counter() - started, _peak_memory()
         own_experts = expert_bytes(model)
         dense_bytes = sum(parameter.nbytes for parameter in model.parameters()) - own_experts
-        if isinstance(dispatcher, MegaExperts):
+        if isinstance(path, MegaExperts):
             for layer in spec.moe:
-                dispatcher.adopt(model.get_submodule(layer.name), layer.name, layer.num_experts, layer.top_k)
+                path.adopt(model.get_submodule(layer.name), layer.name, layer.num_experts, layer.top_k)
         with torch.inference_mode(False):
             cache = KvCache(
                 spec.attention, config.num_blocks, config.block_size, getattr(torch, spec.dtype), self._device
@@ -130,7 +117,7 @@ class RankEngine:
         attention = self._attention(cache)
         target = TargetModel(model, exchange, cache, attention, self._device)
         allocator = BlockAllocator(config.num_blocks, config.block_size)
-        facts = partial(frozen_facts, dispatcher)
+        facts = partial(frozen_facts, path)
         self.draft = make_draft(config, target, exchange, self._device)
         can_record = RecordingMeans(config, allocator, facts, attention)
         self.graphs = make_graphs(
@@ -150,7 +137,7 @@ class RankEngine:
             scheduler,
             Agreement(self._host_group, layout),
             StateReader(config, facts, self.graphs),
-            StepExecutor(target, self.graphs, counts, layout.dp_rank(self.rank)),
+            StepExecutor(target, self.graphs, counts),
             self.inbox,
             self.outbox,
             self._sharing_group,
@@ -159,8 +146,8 @@ class RankEngine:
             rank=self.rank,
             dense_bytes=dense_bytes,
             expert_bytes=own_experts,
-            kv_cache_bytes=cache.num_bytes,
-            exchange_bytes=dispatcher.num_bytes,
+            kv_cache_bytes=cache.num_bytes + (self.draft.num_cache_bytes if self.draft is not None else 0),
+            exchange_bytes=path.num_bytes,
             load_seconds=load_seconds,
             peak_memory_before=peak_before,
             peak_memory=peak_after,
@@ -169,38 +156,34 @@ class RankEngine:
     def run(self) -> None:
         """Run the loop until all ranks are told to leave it; raises what a step raises.
 
-        A rank whose step raises closes its connections, so that the ranks that wait for it fail at once too.
+        A rank that raises is ended by the driver at once, which closes its connections, so that the ranks that wait for
+        it fail too. It closes none itself: NCCL's shutdown would wait for those ranks.
         """
         self.inbox.stay()
-        try:
-            self._loop.run()
-        except BaseException:
-            dist.destroy_process_group()
-            raise
+        self._loop.run()
 
     @property
     def _timeout(self) -> timedelta:
         return timedelta(seconds=self.config.worker.step_timeout_s)
 
-    def _dispatcher(self, budget: ExchangeBudget) -> Dispatcher | MegaExperts:
+    def _path(self, budget: ExchangeBudget) -> ExpertPath:
+        """How this rank's rows reach their experts; the same kind on every rank."""
         config, spec = self.config, self.config.spec
-        assert dist.group.WORLD is not None
-        world = dist.group.WORLD
+        assert dist.group.WORLD is not None, "join comes before load"
+        world, layout = dist.group.WORLD, config.layout
         if config.dispatch == "mega":
-            return MegaExperts(self._collectives, world, config.layout, self.rank, budget.capacity, self._device)
+            return MegaExperts(self._collectives, world, layout, self.rank, budget.capacity, self._device)
         if config.dispatch != "flashinfer":
-            return make_dispatcher(config.dispatch, self._collectives, self.rank, budget, self._device)
+            dispatcher = make_dispatcher(config.dispatch, self._collectives, self.rank, budget, self._device)
+            return DispatchedPath(dispatcher, self._device)
         from ..dispatch.flashinfer_a2a import FlashInferDispatcher
 
         layers = list(zip((layer.num_experts for layer in spec.moe), row_formats(spec), strict=True))
-        return FlashInferDispatcher(
-            self._collectives,
-            world,
-            config.layout,
-            self.rank,
-            budget.capacity,
-            layers,
-            config.worker.step_timeout_s,
+        timeout_s = config.worker.step_timeout_s
+        return DispatchedPath(
+            FlashInferDispatcher(
+                self._collectives, world, layout, self.rank, budget.capacity, layers, timeout_s, self._device
+            ),
             self._device,
         )
 
@@ -222,6 +205,7 @@ class RankEngine:
             spec.attention,
             max_pages + config.limits.max_requests_per_step,
             getattr(torch, spec.dtype),
+            config.worker.prefill_backend,
             self._device,
         )
 

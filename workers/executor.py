@@ -17,14 +17,12 @@ class StepExecutor:
         model: with its cache.
         graphs: the committed graphs of this rank.
         counts: where kernels read the step's token counts.
-        dp_rank: whose batches these are.
     """
 
-    def __init__(self, model: TargetModel, graphs: LockstepRank, counts: CountTensors, dp_rank: int):
+    def __init__(self, model: TargetModel, graphs: LockstepRank, counts: CountTensors):
         self._model = model
         self._graphs = graphs
         self._counts = counts
-        self._dp_rank = dp_rank
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch, plan: StepPlan) -> torch.Tensor:
@@ -38,13 +36,12 @@ class StepExecutor:
             `[N, V]` logits of the `N` slices that reach the end of their sequence, in order.
         """
         assert plan.geometry is not None
-        block_size = self._model.cache.block_size
-        self._counts.fill(plan.geometry, plan.num_due_per_dp_rank, plan.num_tokens_per_dp_rank[self._dp_rank])
-        inputs = pack(batch, block_size)
+        self._counts.fill(plan.geometry, plan.num_due_per_dp_rank)
+        inputs = pack(batch, self._model.cache.block_size)
         if plan.graph is not None:
             self._graphs.count_replay(plan.graph)
             return self._graphs.runners[plan.graph.kind].replay(plan.graph, inputs.values(), batch.num_due)
         self._graphs.count_eager(plan.eager_reason or "")
         if not batch.slices:
-            inputs = dummy(block_size)
+            inputs = dummy()
         return self._model.forward(inputs, plan.geometry)[: batch.num_due]

@@ -53,6 +53,7 @@ class FlashInferAttention:
         shapes: of each layer.
         max_pages: pages of all requests of a step together, at most.
         dtype: of queries, keys and values.
+        prefill_backend: FlashInfer's name of the kernels for eager steps.
         device: this rank's GPU.
     """
 
@@ -62,6 +63,7 @@ class FlashInferAttention:
         shapes: tuple[AttentionShape, ...],
         max_pages: int,
         dtype: torch.dtype,
+        prefill_backend: str,
         device: torch.device,
     ):
         import flashinfer
@@ -69,6 +71,7 @@ class FlashInferAttention:
         self._flashinfer = flashinfer
         self._cache = cache
         self._dtype = dtype
+        self._prefill_backend = prefill_backend
         self._device = device
         self._max_pages = max_pages
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -117,15 +120,18 @@ class FlashInferAttention:
             wrappers = [group.graphs[entry.bucket] for group in self._group_of_layer]
             return FlashInferBatch(self._cache, inputs.slots, wrappers)
         lens = inputs.query_lens.tolist()
+        slots_T = inputs.slots.to(self._device, non_blocking=True)
         if not lens:
-            return FlashInferBatch(self._cache, inputs.slots, None)
+            return FlashInferBatch(self._cache, slots_T, None)
         contexts, tables = inputs.context_lens.tolist(), inputs.block_tables.tolist()
         lengths = [context + query_len for context, query_len in zip(contexts, lens, strict=True)]
         indptr, indices, last = self._pages(lengths, tables)
         queries = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32)
         for group in self._groups.values():
             if group.eager is None:
-                group.eager = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
+                group.eager = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                    self._workspace, "NHD", backend=self._prefill_backend
+                )
             shape = group.shape
             group.eager.plan(
                 queries,
@@ -142,7 +148,7 @@ class FlashInferAttention:
                 kv_data_type=self._dtype,
                 sm_scale=shape.scaling,
             )
-        return FlashInferBatch(self._cache, inputs.slots, [group.eager for group in self._group_of_layer])
+        return FlashInferBatch(self._cache, slots_T, [group.eager for group in self._group_of_layer])
 
     def _pages(self, lengths: list[int], tables: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Page table of a batch in FlashInfer's form: offsets, page numbers, tokens in each last page."""

@@ -6,14 +6,13 @@ import psutil
 import torch
 
 from ..dispatch.collectives import Collectives
-from ..dispatch.contract import Dispatcher
 from ..dispatch.geometry import pad_to_ranks
-from ..dispatch.mega import MegaExperts
 from ..dispatch.moe import MoeExchange
+from ..dispatch.path import ExpertPath
 from ..graphs.backend import CaptureBackend, StaticReplayBackend
 from ..graphs.kinds import KINDS, configured_kinds
 from ..graphs.lockstep import LockstepRank
-from ..graphs.plan import CaptureEntry, make_plan, num_draft_layers
+from ..graphs.plan import CaptureEntry, num_draft_layers, plan_captures
 from ..graphs.runner import FrozenFacts, GraphRunner
 from ..graphs.static import BufferSpec, StaticBuffers
 from .attention import AttentionBackend
@@ -24,16 +23,14 @@ from .model import TargetModel
 from .model_spec import AttentionShape
 from .rank_config import RankConfig
 
-EXPERT_BACKEND = "torch grouped_mm"
 
-
-def frozen_facts(dispatcher: Dispatcher | MegaExperts) -> FrozenFacts:
-    """What recordings freeze of this dispatcher and of the experts behind it."""
+def frozen_facts(path: ExpertPath) -> FrozenFacts:
+    """What recordings freeze of the way to the experts."""
     return FrozenFacts(
-        dispatcher=dispatcher.name,
-        expert_backend="mega" if isinstance(dispatcher, MegaExperts) else EXPERT_BACKEND,
-        capacity=dispatcher.capacity,
-        workspace_bytes=dispatcher.num_bytes,
+        dispatcher=path.name,
+        expert_backend=path.expert_backend,
+        capacity=path.capacity,
+        workspace_bytes=path.num_bytes,
     )
 
 
@@ -78,7 +75,7 @@ class RecordingMeans:
             return f"needs {blocks} KV blocks, this rank has {self._allocator.num_blocks}: raise cache.num_tokens"
         rows, capacity = -(-entry.num_tokens // self._config.layout.attn_tp_size), self._facts().capacity
         if rows > capacity:
-            return f"needs {rows} dispatch rows, the capacity is {capacity}: raise max_dispatch_tokens_per_rank"
+            return f"needs {rows} dispatch rows, the capacity is {capacity}: raise limits.max_dispatch_tokens_per_rank"
         needed, free = activation_bytes(self._config, entry), psutil.virtual_memory().available
         if needed > free:
             return f"needs about {needed} bytes to run, {free} are free"
@@ -153,7 +150,7 @@ def buffer_specs(config: RankConfig) -> dict[str, dict[str, BufferSpec]]:
     """Static buffers by the model whose graphs read them; equal on every rank."""
     specs = {}
     for model, make in (("target", _target_specs), ("draft", _draft_specs)):
-        entries = [entry for entry in make_plan(config.limits).entries if KINDS[entry.kind].model == model]
+        entries = [entry for entry in plan_captures(config.limits).entries if KINDS[entry.kind].model == model]
         if entries:
             specs[model] = make(config, entries)
     return specs

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from ..graphs.static import BufferSpec
-from .kv_cache import PADDING_BLOCK
+from .kv_cache import PADDING_BLOCK, PADDING_SLOT
 from .scheduler import ScheduledBatch
 
 
@@ -84,14 +84,14 @@ def pack(batch: ScheduledBatch, block_size: int) -> StepInputs:
     )
 
 
-def dummy(block_size: int) -> StepInputs:
+def dummy() -> StepInputs:
     """What an idle rank runs eagerly: one token that no expert computes, whose logits nobody wants."""
     zero = torch.zeros(1, dtype=torch.int64)
     none = torch.zeros(0, dtype=torch.int64)
     return StepInputs(
         input_ids=zero,
         positions=zero,
-        slots=torch.full_like(zero, PADDING_BLOCK * block_size),
+        slots=torch.full_like(zero, PADDING_SLOT),
         due_rows=zero,
         query_starts=none,
         query_lens=none,
@@ -114,7 +114,7 @@ def target_buffer_specs(max_tokens: int, max_requests: int, max_due: int, max_bl
     return {
         "input_ids": BufferSpec((max_tokens,), integer, 0, "tokens"),
         "positions": BufferSpec((max_tokens,), integer, 0, "tokens"),
-        "slots": BufferSpec((max_tokens,), integer, PADDING_BLOCK, "tokens"),
+        "slots": BufferSpec((max_tokens,), integer, PADDING_SLOT, "tokens"),
         "due_rows": BufferSpec((max_due,), integer, 0, "due"),
         "query_starts": BufferSpec((max_requests,), integer, 0, "requests"),
         "query_lens": BufferSpec((max_requests,), integer, 0, "requests"),

@@ -10,6 +10,7 @@ import torch
 from .model_spec import AttentionShape
 
 PADDING_BLOCK = 0
+PADDING_SLOT = 0  # the first place of the padding block, whatever the size of a block
 
 
 class KvCache:

@@ -137,7 +137,8 @@ def run(name: str, path: str, dispatch: str, table: Table, per_rank: int, disabl
 @click.command()
 @click.option("--layers", default=4, show_default=True, help="Of the Qwen3-30B-A3B geometry; 0 leaves it out.")
 @click.option("--dispatch", "dispatches", multiple=True, default=("allgather", "flashinfer", "mega"), show_default=True)
-def main(layers: int, dispatches: tuple[str, ...]) -> None:
+@click.option("--model", "only", multiple=True, default=("tiny_moe", "small"), show_default=True)
+def main(layers: int, dispatches: tuple[str, ...], only: tuple[str, ...]) -> None:
     """Run everything and print the table."""
     table = Table(title="pools of 2 ranks, bf16, greedy")
     for column in (
@@ -158,7 +159,8 @@ def main(layers: int, dispatches: tuple[str, ...]) -> None:
         }
         for dispatch in dispatches:
             for name, path in models.items():
-                attempt(run, name, path, dispatch, table, 12)
+                if name in only:
+                    attempt(run, name, path, dispatch, table, 12)
         attempt(run, "small, no graphs", models["small"], dispatches[-1], table, 12, True)
         if layers:
             large = save(qwen3_30b_layers(layers), f"{folder}/large")
@@ -170,6 +172,9 @@ def main(layers: int, dispatches: tuple[str, ...]) -> None:
     click.echo(", ".join([*versions, *driver.stdout.decode().split()[:1]]))
 
 
+failed: list[str] = []
+
+
 def attempt(function, name, *arguments) -> None:  # type: ignore[no-untyped-def]
     """A row that fails is shown as failed; the others still run."""
     click.echo(f"{name}, {arguments[1]}")
@@ -177,6 +182,9 @@ def attempt(function, name, *arguments) -> None:  # type: ignore[no-untyped-def]
         function(name, *arguments)
     except Exception as error:
         click.echo(f"FAILED {name}, {arguments[1]}: {type(error).__name__}: {error}")
+        failed.append(name)
+        if len(failed) > 1:
+            raise
 
 
 if __name__ == "__main__":

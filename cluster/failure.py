@@ -1,0 +1,55 @@
+"""What to say when ranks fail: one error that names the rank where it began, and why."""
+
+from ray.exceptions import RayActorError, RayTaskError
+
+from ..dispatch.errors import ExpertPoolError, PlacementError, RankError
+from ..workers.rank import RankPlace
+
+
+def describe_failure(
+    failures: dict[int, BaseException], when: str, places: tuple[RankPlace, ...] = ()
+) -> ExpertPoolError:
+    """One error from what several ranks report: deaths first, then the ranks' own errors, lost peers last.
+
+    An error of our own hierarchy keeps its type.
+
+    Args:
+        failures: what each rank that failed raised.
+        when: the stage, for the message.
+        places: where ranks run, as far as that is known.
+    """
+    if not failures:
+        return RankError(f"all ranks stopped {when} without being told to")
+    causes = {
+        rank: (error.cause if isinstance(error, RayTaskError) and error.cause else error)
+        for rank, error in failures.items()
+    }
+    rank, cause = min(causes.items(), key=lambda item: (_suspicion(item[1]), item[0]))
+    if isinstance(cause, ExpertPoolError) and not isinstance(cause, (RankError, PlacementError)):
+        return type(cause)(
+            f"{cause} (raised on ranks {sorted(r for r, c in causes.items() if type(c) is type(cause))})"
+        )
+    if isinstance(cause, RayActorError):
+        where = "".join(f" (process {p.pid} on {p.address})" for p in places if p.rank == rank)
+        return RankError(f"rank {rank}{where} died {when}: {_reason_of_death(cause)}")
+    return RankError(f"rank {rank} failed {when}: {type(cause).__name__}: {_first_line(cause)}")
+
+
+def _suspicion(cause: BaseException) -> int:
+    """Lower is more likely the origin: ranks that lose a peer report a broken connection."""
+    if isinstance(cause, RayActorError):
+        return 0
+    text = str(cause).lower()
+    return 2 if "connection" in text or "gloo" in text or "timed out" in text else 1
+
+
+def _reason_of_death(cause: RayActorError) -> str:
+    """The lines of Ray's message that say why, without ids of actors and jobs."""
+    lines = [line.strip() for line in str(cause).splitlines()]
+    telling = [line for line in lines if "because" in line or line.startswith("Worker exit detail")]
+    return " ".join(telling) or _first_line(cause)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:3]) if lines else type(error).__name__

@@ -1,0 +1,60 @@
+"""This rank's experts in PyTorch: the model family's own experts module, on the rows that reached this rank."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class LocalExperts:
+    """The experts of one layer that this rank owns.
+
+    Attributes:
+        module: the model's own experts module, sharded.
+        forward: its forward, `(x, local ids, weights) -> weighted sum`; skips ids from `num_local` on.
+        num_local: how many experts these are.
+    """
+
+    module: torch.nn.Module
+    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    num_local: int
+
+
+def routed_pairs(
+    experts: LocalExperts, x_RH: torch.Tensor, expert_ids_RK: torch.Tensor, expert_weights_RK: torch.Tensor
+) -> torch.Tensor:
+    """Compute the (row, expert) pairs that are this rank's own and nothing else; shapes follow the routing.
+
+    Args:
+        experts: of the layer.
+        x_RH: `[R, H]` received rows.
+        expert_ids_RK: `[R, K]` local expert ids; outside `[0, num_local)` where there is nothing to compute.
+        expert_weights_RK: `[R, K]` routing weights.
+
+    Returns:
+        `[R, H]`: weighted sums over this rank's experts, zero where it owns none of a row's experts.
+    """
+    row, slot = _is_here(experts, expert_ids_RK).nonzero(as_tuple=True)
+    y_RH = x_RH.new_zeros(x_RH.shape)
+    if row.numel() == 0:
+        return y_RH
+    ids_P1 = expert_ids_RK[row, slot].unsqueeze(1).to(torch.int64)
+    weights_P1 = expert_weights_RK[row, slot].unsqueeze(1)
+    return y_RH.index_add_(0, row, experts.forward(x_RH[row], ids_P1, weights_P1).to(y_RH.dtype))
+
+
+def static_rows(
+    experts: LocalExperts, x_RH: torch.Tensor, expert_ids_RK: torch.Tensor, expert_weights_RK: torch.Tensor
+) -> torch.Tensor:
+    """The same with shapes that do not depend on the routing, as a recorded step needs; see `routed_pairs`.
+
+    Slots with nothing to compute get the id that the grouped GEMM skips, and no weight.
+    """
+    here_RK = _is_here(experts, expert_ids_RK)
+    ids_RK = torch.where(here_RK, expert_ids_RK, experts.num_local).to(torch.int64)
+    return experts.forward(x_RH, ids_RK, expert_weights_RK.masked_fill(~here_RK, 0.0))
+
+
+def _is_here(experts: LocalExperts, expert_ids_RK: torch.Tensor) -> torch.Tensor:
+    return (expert_ids_RK >= 0) & (expert_ids_RK < experts.num_local)

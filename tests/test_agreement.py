@@ -1,0 +1,253 @@
+"""The plan of a step: a function of what all ranks proposed, so that all ranks have the same; and what it refuses."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import msgspec
+import pytest
+from expert_pool.cluster import GeometryError, Limits, PoolConfig
+from expert_pool.cluster.config import resolve
+from expert_pool.dispatch.geometry import PaddingMode
+from expert_pool.dispatch.layout import Layout
+from expert_pool.graphs.lockstep import LockstepRank
+from expert_pool.graphs.plan import CaptureEntry, CapturePlan, plan_captures
+from expert_pool.graphs.record import differences
+from expert_pool.graphs.runner import FrozenFacts
+from expert_pool.workers.agreement import (
+    EAGER_MIXED,
+    EAGER_NO_GRAPHS,
+    EAGER_TOO_LARGE,
+    Proposal,
+    StateReader,
+    choose_graph,
+    derive_plan,
+)
+from expert_pool.workers.inspection import inspect_model
+from expert_pool.workers.scheduler import BatchKind
+from hypothesis import given
+from hypothesis import strategies as st
+from plain_ranks import run_on_ranks
+from rank_insides import run_script
+
+GRAPHS = plan_captures(Limits(max_running_requests=8, cuda_graph_bs=(1, 2, 4, 8), chunked_prefill_size=64))
+CAPACITY = 64
+IDLE, PREFILL, DECODE = BatchKind.IDLE, BatchKind.PREFILL, BatchKind.DECODE
+
+
+def proposal(kind: BatchKind = IDLE, num_tokens: int = 0, **others: int) -> Proposal:
+    fields = {"state_digest": 1, "step": 5, "num_due": num_tokens, "intake_bytes": 0, "wake_epoch": 3, "leave": 0}
+    return Proposal(kind=kind, num_tokens=num_tokens, **{**fields, **others})
+
+
+@st.composite
+def wishes(draw: st.DrawFn) -> tuple[Layout, list[Proposal]]:
+    """A layout, and what its ranks propose; those that share a batch propose the same."""
+    layout = Layout((tp := draw(st.integers(1, 3))) * draw(st.integers(1, 5)), tp)
+    proposals = []
+    for _ in range(layout.dp_size):
+        kind = draw(st.sampled_from(BatchKind))
+        num_tokens = 0 if kind is IDLE else draw(st.integers(1, 8 if kind is DECODE else 64))
+        due = draw(st.integers(0, num_tokens))
+        proposals += [proposal(kind, num_tokens, num_due=due)] * layout.attn_tp_size
+    return layout, proposals
+
+
+@given(wishes())
+def test_a_plan_covers_every_rank_in_one_graph_or_in_none(wish):
+    layout, proposals = wish
+    plan = derive_plan(proposals, layout, CAPACITY, GRAPHS)
+    leaders = proposals[:: layout.attn_tp_size]
+    assert plan.kinds == tuple(BatchKind(leader.kind) for leader in leaders)
+    assert plan.num_tokens_per_dp_rank == tuple(leader.num_tokens for leader in leaders)
+    assert plan.num_due_per_dp_rank == tuple(leader.num_due for leader in leaders)
+    if set(plan.kinds) == {IDLE}:
+        assert (plan.geometry, plan.graph, plan.eager_reason) == (None, None, None)
+        return
+    assert plan.geometry is not None
+    for wanted, padded in zip(plan.num_tokens_per_dp_rank, plan.geometry.num_tokens_per_dp_rank, strict=True):
+        assert padded >= max(1, wanted)
+    assert (plan.graph is None) == (plan.eager_reason is not None)
+    if plan.graph is None:
+        assert plan.geometry.num_tokens_per_dp_rank == tuple(max(1, n) for n in plan.num_tokens_per_dp_rank)
+        assert not plan.geometry.in_capture
+    else:
+        assert plan.geometry.padding_mode is PaddingMode.MAX_LEN
+        assert len(set(plan.geometry.num_tokens_per_dp_rank)) == 1
+        assert plan.geometry.in_capture
+
+
+@given(wishes())
+def test_all_ranks_derive_the_same_plan_from_what_travelled(wish):
+    """Each rank decodes the gathered integers by itself."""
+    layout, proposals = wish
+    rows = [[int(value) for value in one] for one in proposals]
+    plans = [derive_plan([Proposal(*row) for row in rows], layout, CAPACITY, GRAPHS) for _ in range(layout.world_size)]
+    assert all(plan == plans[0] for plan in plans)
+    assert all(dataclasses.asdict(plan) == dataclasses.asdict(plans[0]) for plan in plans)
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=16))
+def test_h2_a_graph_is_looked_up_by_the_largest_count_never_by_the_sum(counts):
+    if max(counts) == 0:
+        return
+    graph, reason = choose_graph([DECODE if count else IDLE for count in counts], counts, GRAPHS)
+    fitting = [bucket for bucket in (1, 2, 4, 8) if bucket >= max(counts)]
+    if fitting:
+        assert (graph, reason) == (CaptureEntry("decode", fitting[0]), None)
+    else:
+        assert (graph, reason) == (None, EAGER_TOO_LARGE)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "counts", "graphs", "expected"),
+    [
+        ((PREFILL, DECODE), (8, 1), GRAPHS, EAGER_MIXED),
+        ((PREFILL, IDLE), (65, 0), GRAPHS, EAGER_TOO_LARGE),
+        ((DECODE, IDLE), (1, 0), CapturePlan(()), EAGER_NO_GRAPHS),
+        ((PREFILL, PREFILL), (1, 17), GRAPHS, CaptureEntry("piecewise", 32)),
+        ((IDLE, PREFILL), (0, 16), GRAPHS, CaptureEntry("piecewise", 16)),
+    ],
+)
+def test_one_graph_for_all_or_the_reason_why_none(kinds, counts, graphs, expected):
+    graph, reason = choose_graph(kinds, counts, graphs)
+    assert (graph or reason) == expected
+    assert (graph is None) != (reason is None)
+
+
+def test_a_step_above_the_capacity_is_refused():
+    with pytest.raises(GeometryError, match="rank 1 would dispatch 65 rows, above the capacity of 64"):
+        derive_plan([proposal(DECODE, 1), proposal(PREFILL, 65)], Layout(2), CAPACITY, GRAPHS)
+
+
+def test_ranks_at_different_steps_are_refused_by_name_and_value():
+    with pytest.raises(GeometryError, match=r"step differs \(rank 0: 5, rank 1: 5, rank 2: 6\)"):
+        derive_plan([proposal(), proposal(), proposal(step=6)], Layout(3), CAPACITY, GRAPHS)
+
+
+@pytest.mark.parametrize("name", ["kind", "num_tokens", "num_due"])
+def test_ranks_that_share_a_batch_and_scheduled_another_are_refused(name):
+    alike = proposal(DECODE, 2)
+    other = alike._replace(**{name: getattr(alike, name) - 1})
+    values = rf"{name} differs \(rank 2: {int(getattr(alike, name))}, rank 3: {int(getattr(other, name))}\)"
+    with pytest.raises(GeometryError, match=values):
+        derive_plan([alike, alike, alike, other], Layout(4, 2), CAPACITY, GRAPHS)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=6))
+def test_all_ranks_leave_as_soon_as_one_was_told_to(told):
+    proposals = [proposal(DECODE, 1, leave=int(one)) for one in told]
+    assert derive_plan(proposals, Layout(len(told)), CAPACITY, GRAPHS).leave == any(told)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6))
+def test_a_pause_waits_for_a_wake_up_call_later_than_some_rank_has_seen(epochs):
+    """A call that reached only some ranks is on its way to the others, so those must not wait for another one."""
+    plan = derive_plan([proposal(wake_epoch=epoch) for epoch in epochs], Layout(len(epochs)), CAPACITY, GRAPHS)
+    assert plan.is_pause
+    assert plan.wake_epoch == min(epochs)
+
+
+@pytest.mark.parametrize("others", [{"intake_bytes": 7}, {"leave": 1}, {"kind": DECODE, "num_tokens": 1}])
+def test_there_is_no_pause_while_any_rank_has_something(others):
+    busy = proposal(**{"kind": IDLE, "num_tokens": 0, **others})
+    assert not derive_plan([proposal(), busy], Layout(2), CAPACITY, GRAPHS).is_pause
+
+
+def test_each_dp_rank_shares_what_its_leader_took_in():
+    proposals = [proposal(intake_bytes=size) for size in (7, 0, 9, 0)]
+    assert derive_plan(proposals, Layout(4, 2), CAPACITY, GRAPHS).intake_bytes == (7, 9)
+
+
+class Holder:
+    """What a rank holds, to be changed field by field."""
+
+    def __init__(self, model: str):
+        self.config = resolve(PoolConfig(model=model, ranks=2), inspect_model(model, None))
+        self.facts = FrozenFacts("allgather", "torch", 64, 1000)
+        self.graphs = LockstepRank(0, {}, lambda entry: None)
+        self.graphs.commit_plan(GRAPHS)
+
+    def reader(self) -> StateReader:
+        return StateReader(self.config, lambda: self.facts, self.graphs)
+
+    def change(self, name: str, value: Any) -> None:
+        self.facts = dataclasses.replace(self.facts, **{name: value})
+
+
+def change_config(holder: Holder) -> None:
+    limits = msgspec.structs.replace(holder.config.limits, max_running_requests=7)
+    holder.config = msgspec.structs.replace(holder.config, limits=limits)
+
+
+CHANGES = {
+    "config": (change_config, "config.limits.max_running_requests differs (rank 0: 128, rank 1: 7)"),
+    "dispatcher": (
+        partial(Holder.change, name="dispatcher", value="x"),
+        "dispatcher differs (rank 0: allgather, rank 1: x)",
+    ),
+    "expert_backend": (
+        partial(Holder.change, name="expert_backend", value="x"),
+        "expert_backend differs (rank 0: torch, rank 1: x)",
+    ),
+    "capacity": (partial(Holder.change, name="capacity", value=63), "capacity differs (rank 0: 64, rank 1: 63)"),
+    "capture_mode": (
+        lambda holder: holder.graphs.mode.enter("someone"),
+        "capture_depth differs (rank 0: 0, rank 1: 1)",
+    ),
+    "graphs": (
+        lambda holder: holder.graphs.commit_plan(GRAPHS.without({GRAPHS.entries[-1]})),
+        f"graphs.entries[{len(GRAPHS.entries) - 1}] differs (rank 0: decode 1 1 0, rank 1: none)",
+    ),
+}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_the_state_digest_changes_with_each_field_and_the_difference_is_named(field, tiny_moe):
+    alike, other = Holder(tiny_moe), Holder(tiny_moe)
+    assert alike.reader().digest() == other.reader().digest()
+    change, sentence = CHANGES[field]
+    change(other)
+    assert alike.reader().digest() != other.reader().digest()
+    assert differences({"rank 0": alike.reader().read(), "rank 1": other.reader().read()}) == [sentence]
+
+
+def test_a_state_is_read_anew_at_every_digest(tiny_moe):
+    holder = Holder(tiny_moe)
+    reader = holder.reader()
+    before = reader.digest()
+    holder.change("capacity", 63)
+    assert reader.digest() != before
+
+
+def test_differences_name_every_field_with_each_holder_and_its_value():
+    plans = {
+        "rank 0": GRAPHS,
+        "rank 1": CapturePlan((msgspec.structs.replace(GRAPHS.entries[0], bucket=9, layer=1), *GRAPHS.entries[1:])),
+        "driver": GRAPHS,
+    }
+    first = GRAPHS.entries[0].bucket
+    assert differences(plans) == [
+        f"entries[0].bucket differs (rank 0: {first}, rank 1: 9, driver: {first})",
+        "entries[0].layer differs (rank 0: 0, rank 1: 1, driver: 0)",
+    ]
+    assert differences({"rank 0": GRAPHS, "rank 1": GRAPHS}) == []
+
+
+def plans_of_a_generation(engine: Any) -> list[Any]:
+    agreement, plans = engine._loop._agreement, []
+    agree = agreement.agree
+
+    def agree_and_note(*arguments: Any) -> Any:
+        plans.append(agree(*arguments))
+        return plans[-1]
+
+    agreement.agree = agree_and_note
+    run_script(engine, [{0: [[3, 4, 5], [6]], 3: [[7] * 20]}, {1: [[8, 9]]}], 4)
+    return plans
+
+
+def test_ranks_that_run_hold_equal_plans_at_every_step(random_models):
+    by_rank = run_on_ranks(PoolConfig(model=random_models["qwen3_moe"], ranks=2), plans_of_a_generation)
+    assert len(by_rank[0]) > 6
+    assert by_rank[0] == by_rank[1]

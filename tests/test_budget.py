@@ -334,7 +334,7 @@ def test_an_unset_capacity_always_starts(limits, layout, experts):
 
 
 @given(any_limits(max_dispatch=optional(set_capacity)), any_layout, any_dispatch, any_experts)
-def test_H9_whatever_passes_the_checks_covers_every_step(limits, layout, dispatch, experts):
+def test_h9_whatever_passes_the_checks_covers_every_step(limits, layout, dispatch, experts):
     """No step that the limits allow needs a row that the buffers lack, the largest no more than the first."""
     if budget_problems(limits, layout, dispatch, experts):
         return
@@ -466,7 +466,7 @@ def test_the_order_of_settings_is_of_no_effect(limits, shuffler: random.Random):
 
 
 @given(any_limits(max_dispatch=optional(set_capacity)), any_layout)
-def test_H10_capacity_is_per_rank_and_multiplied_by_ep_size_once(limits, layout):
+def test_h10_capacity_is_per_rank_and_multiplied_by_ep_size_once(limits, layout):
     capacity = dispatch_capacity(limits, layout, "alltoall")
     same_batch = Layout(layout.attn_tp_size, layout.attn_tp_size)
     assert capacity == dispatch_capacity(limits, same_batch, "alltoall"), "more batches, same capacity"
@@ -476,7 +476,7 @@ def test_H10_capacity_is_per_rank_and_multiplied_by_ep_size_once(limits, layout)
     assert budget.combine_bytes == layout.world_size * capacity * ROW.hidden_bytes
 
 
-def test_H10_a_set_capacity_is_the_capacity():
+def test_h10_a_set_capacity_is_the_capacity():
     limits = Limits(max_dispatch_tokens_per_rank=5000)
     for world_size in (1, 2, 64):
         assert capacity_bound(limits, Layout(world_size), "alltoall").value == 5000
@@ -495,14 +495,14 @@ def test_H10_a_set_capacity_is_the_capacity():
         (64, 1024, 7168, 8, torch.float16, 1883310592),
     ],
 )
-def test_H10_workspace_bytes_are_those_of_flashinfer(ep_size, capacity, hidden_size, top_k, dtype, num_bytes):
+def test_h10_workspace_bytes_are_those_of_flashinfer(ep_size, capacity, hidden_size, top_k, dtype, num_bytes):
     """The numbers were printed by FlashInfer 0.7.4's own layout function, compiled for the CPU."""
     formats = [RowFormat(hidden_size, top_k, dtype, torch.float32)]
     assert flashinfer_workspace_bytes(ep_size, capacity, formats) == num_bytes
 
 
 @given(any_limits(), any_layout)
-def test_H11_allgather_buffers_hold_every_batch_at_its_largest(limits, layout):
+def test_h11_allgather_buffers_hold_every_batch_at_its_largest(limits, layout):
     capacity = dispatch_capacity(limits, layout, "allgather")
     rows = exchange_rows(layout, capacity)
     assert rows >= layout.dp_size * cutedsl_moe_max_num_tokens(limits)
@@ -510,12 +510,12 @@ def test_H11_allgather_buffers_hold_every_batch_at_its_largest(limits, layout):
 
 
 @given(any_limits(), any_layout)
-def test_H11_a_step_above_the_allgather_buffers_is_refused(limits, layout):
+def test_h11_a_step_above_the_allgather_buffers_is_refused(limits, layout):
     exceeded = max(step_sizes(limits)) > cutedsl_moe_max_num_tokens(limits)
     assert bool(budget_problems(limits, layout, "allgather")) == exceeded
 
 
-def test_H11_the_allgather_refusal_gives_both_ways_out():
+def test_h11_the_allgather_refusal_gives_both_ways_out():
     limits = Limits(max_prefill_tokens=512, disable_piecewise_cuda_graph=True, cuda_graph_max_bs=64)
     [problem] = budget_problems(limits, Layout(4, 2), "allgather")
     assert problem == (
@@ -535,7 +535,7 @@ FORMATS_OF_LAYERS_THAT_DIFFER = [
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
-def test_H15_one_set_of_buffers_fits_the_rows_of_each_layer(order):
+def test_h15_one_set_of_buffers_fits_the_rows_of_each_layer(order):
     layout, capacity = Layout(4), 16
     formats = [FORMATS_OF_LAYERS_THAT_DIFFER[index] for index in order]
     buffers = ExchangeBuffers(exchange_budget(Limits(), layout, formats, capacity=capacity), torch.device("cpu"))
@@ -549,7 +549,7 @@ def test_H15_one_set_of_buffers_fits_the_rows_of_each_layer(order):
     assert buffers.num_bytes <= sum(budget.total_bytes for budget in alone), "shared, not one set a layer"
 
 
-def test_H15_the_flashinfer_workspace_fits_each_layer():
+def test_h15_the_flashinfer_workspace_fits_each_layer():
     together = flashinfer_workspace_bytes(4, 64, FORMATS_OF_LAYERS_THAT_DIFFER)
     for row_format in FORMATS_OF_LAYERS_THAT_DIFFER:
         assert together >= flashinfer_workspace_bytes(4, 64, [row_format])

@@ -40,7 +40,7 @@ def printed(output: str, what: str) -> tuple[int | None, int]:
 
 @pytest.mark.parametrize("dispatch", ["allgather", "alltoall"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_H10_bytes_printed_equal_bytes_allocated(family, dispatch, random_models, tmp_path):
+def test_h10_bytes_printed_equal_bytes_allocated(family, dispatch, random_models, tmp_path):
     limits = {"chunked_prefill_size": 96, "max_running_requests": 24}
     if dispatch == "alltoall":
         limits["max_dispatch_tokens_per_rank"] = 100
@@ -95,7 +95,7 @@ def test_a_single_rank_exchanges_nothing(tiny_moe, tmp_path):
     assert "capacity: 2,048 rows a rank, by limits.max_prefill_tokens, by default limits.chunked_prefill_size" in output
 
 
-def test_H10_plan_shows_the_workspace_and_expert_rows_of_cutedsl_experts(tiny_moe, tmp_path):
+def test_h10_plan_shows_the_workspace_and_expert_rows_of_cutedsl_experts(tiny_moe, tmp_path):
     limits = {"max_dispatch_tokens_per_rank": 2048}
     output = plan(tiny_moe, tmp_path, ranks=4, dispatch="alltoall", experts="cutedsl", dtype="bfloat16", limits=limits)
     rows, num_bytes = printed(output, "expert outputs")
@@ -104,7 +104,7 @@ def test_H10_plan_shows_the_workspace_and_expert_rows_of_cutedsl_experts(tiny_mo
     assert "generate would refuse: experts='cutedsl' can be planned for, not launched" in output
 
 
-def test_H11_plan_sizes_the_allgather_for_every_batch(tiny_moe, tmp_path):
+def test_h11_plan_sizes_the_allgather_for_every_batch(tiny_moe, tmp_path):
     output = plan(tiny_moe, tmp_path, ranks=4, dispatch="allgather", limits={"max_prefill_tokens": 3000})
     assert printed(output, "dispatch: receive")[0] == 4 * 3000
     assert "capacity: 3,000 rows a rank, by limits.max_prefill_tokens" in output
@@ -179,7 +179,7 @@ def test_plan_of_a_bad_configuration_lists_every_problem(tiny_moe, tmp_path):
     assert "dispatch: FlashInfer" in output, "sizes are shown all the same"
 
 
-def test_H11_plan_reports_a_step_above_the_allgather_buffers(tiny_moe, tmp_path):
+def test_h11_plan_reports_a_step_above_the_allgather_buffers(tiny_moe, tmp_path):
     limits = {"max_prefill_tokens": 256, "disable_piecewise_cuda_graph": True}
     output = plan(tiny_moe, tmp_path, exit_code=2, ranks=2, dispatch="allgather", limits=limits)
     assert "would fail: a step may hold 2048 tokens of a batch" in output

@@ -171,7 +171,7 @@ def compare_replays(engine: RankEngine, kind: str, steps: Sequence[tuple[int, ..
         geometry = StepGeometry.eager(
             layout, tuple(max(1, count * width) for count in counts), capacity=dispatcher_of(engine).capacity
         )
-        exact = inputs if batch.slices else dummy(engine.config.block_size)
+        exact = inputs if batch.slices else dummy()
         eager = target.forward(exact, geometry)[:num_due]
 
         for piece in batch.slices:

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := cluster workers dispatch graphs tests benchmarks examples
-# A plain `torch` would bring gigabytes of CUDA; this is the release that CPU results were made with.
+# The release that CPU results were made with; give another one, a CPU build say, as TORCH='torch==VERSION'.
 TORCH ?= torch==2.13.0
 export OMP_NUM_THREADS ?= 1
 
@@ -18,7 +18,8 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 run: install  ## the main job: complete examples/prompts.jsonl on two CPU ranks
-	$(BIN)/expert-pool generate --model examples/tiny_moe --prompts examples/prompts.jsonl --output out.jsonl --ranks 2
+	$(BIN)/expert-pool generate --model examples/tiny_moe --prompts examples/prompts.jsonl --output out.jsonl --ranks 2 \
+		--address local
 
 test: install  ## the whole suite, under 10 minutes on 2 cores
 	$(BIN)/python -m pytest

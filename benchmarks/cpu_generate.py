@@ -44,7 +44,7 @@ def save_random_model(folder: str) -> None:
         head_dim=64,
         num_experts=16,
         num_experts_per_tok=2,
-        moe_intermediate_size=640,
+        moe_intermediate_size=720,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         eos_token_id=1,

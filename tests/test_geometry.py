@@ -296,7 +296,7 @@ def one_layer(
 
 
 def run_layers_of_two_kinds(engine: RankEngine, kind: str, every_count: list[list[int]]) -> list[float]:
-    """Relative errors of layers that differ in hidden size and top-k, in turn, over one exchange that held poison before."""
+    """Relative errors of layers of two kinds, in turn, over one exchange whose buffers held poison before."""
     layout = engine.config.layout
     budget = budget_of(KINDS_OF_LAYER, max(map(max, every_count)), layout.world_size)
     dispatcher = make_dispatcher(kind, collectives_of(engine), engine.rank, budget, CPU)

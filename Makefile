@@ -25,7 +25,8 @@ test: install  ## the whole suite, under 10 minutes on 2 cores
 	$(BIN)/python -m pytest
 
 test-matrix: install  ## every family, layout and dispatch against Transformers; the suite holds a seeded sample
-	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest tests/test_token_equality.py tests/test_replay.py
+	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest tests/test_token_equality.py tests/test_replay.py \
+		tests/test_draft_replay.py
 
 test-faults: install  ## every fault at capture and in a step, on 2 and 4 ranks; the suite holds a seeded sample
 	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest tests/test_capture_faults.py

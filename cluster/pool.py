@@ -1,6 +1,7 @@
 """The Python API: launch a pool, generate, shut down."""
 
 import logging
+import math
 import operator
 import os
 import secrets
@@ -253,14 +254,23 @@ def _init_ray(config: PoolConfig, report: Callable[[str], None]) -> bool:
         except ConnectionError as error:
             if config.address is not None:
                 raise ConfigError(f"address={config.address!r}: no Ray cluster answers there: {error}") from error
-    bundle = config.bundle
+    needed = {name: math.ceil(amount * config.ranks) for name, amount in config.bundle.items()}
+    on_gpus = config.worker.device == "cuda"
     ray.init(
         address="local",
-        num_cpus=max(1, -(-int(bundle.get("CPU", 0) * config.ranks * 1000) // 1000)),
-        num_gpus=-(-int(bundle.get("GPU", 0) * config.ranks * 1000) // 1000),
+        num_cpus=max(1, needed.get("CPU", 0)),
+        # Ranks on CPUs may ask for GPU ids, which are then only numbers; ranks on GPUs need those that Ray finds.
+        num_gpus=None if on_gpus else needed.get("GPU", 0),
         include_dashboard=False,
         **quiet,
     )
+    found = ray.cluster_resources().get("GPU", 0)
+    if on_gpus and found < needed["GPU"]:
+        ray.shutdown()
+        raise ConfigError(
+            f"worker.device='cuda' with ranks={config.ranks} needs {needed['GPU']} GPUs, this machine has {found:g}: "
+            "lower ranks, set worker.device to 'cpu', or give the address of a cluster that has them"
+        )
     report(f"started a local Ray cluster for {config.ranks} ranks")
     return True
 

@@ -1,6 +1,9 @@
 """Configurations that cannot work, each refused before anything starts, with the setting to change."""
 
 import pytest
+import ray
+from click.testing import CliRunner
+from expert_pool.cluster.cli import main
 
 
 @pytest.fixture
@@ -80,3 +83,15 @@ def test_an_address_where_no_cluster_answers(refused, prompts_file, random_model
         *("--output", tmp_path / "out.jsonl", "--address", "127.0.0.1:1"),
     )
     assert "address='127.0.0.1:1': no Ray cluster answers there" in said
+
+
+def test_gpus_that_a_machine_lacks_are_missed_at_once(tiny_moe, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "x"}\n')
+    arguments = ["--model", tiny_moe, "--device", "cuda", "--ranks", "2", "--address", "local"]
+    result = CliRunner().invoke(
+        main, ["generate", *arguments, "--prompts", str(prompts), "--output", str(tmp_path / "out.jsonl")]
+    )
+    assert result.exit_code == 2
+    assert "worker.device='cuda' with ranks=2 needs 2 GPUs, this machine has 0" in result.output
+    assert not ray.is_initialized()

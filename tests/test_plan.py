@@ -14,7 +14,9 @@ from expert_pool.dispatch.capacity import CAPACITY_VARIABLE
 from expert_pool.dispatch.collectives import Collectives
 from expert_pool.dispatch.limits import step_widths
 from expert_pool.dispatch.select import make_dispatcher
+from expert_pool.graphs.static import StaticBuffers
 from expert_pool.workers.exchange_sizes import budget_for, row_formats
+from expert_pool.workers.graph_set import buffer_specs, draft_cache
 from expert_pool.workers.kv_cache import KvCache
 from models import FAMILIES
 
@@ -202,3 +204,31 @@ def test_a_plan_that_holds_has_no_problems(tiny_moe):
     report = plan_pool(PoolConfig(model=tiny_moe, ranks=2, dispatch="alltoall"))
     assert report.problems == report.refusals == ()
     assert report.total_bytes == sum(buffer.num_bytes for buffer in report.buffers) > 0
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "FROZEN_KV_MTP", "MULTI_LAYER_EAGLE"])
+def test_h10_inputs_of_graphs_and_the_cache_of_drafts_are_allocated_as_printed(algorithm, random_models, tmp_path):
+    limits = {
+        "max_running_requests": 6,
+        "speculative_algorithm": algorithm,
+        "speculative_num_draft_tokens": 3,
+        "speculative_num_steps": 2,
+        "speculative_eagle_topk": 2,
+    }
+    settings = {"ranks": 2, "cache": {"num_tokens": 512}}
+    output = plan(random_models["deepseek_v3"], tmp_path, limits=limits, **settings)
+    config = plan_pool(
+        PoolConfig(
+            model=random_models["deepseek_v3"], ranks=2, cache=CacheConfig(num_tokens=512), limits=Limits(**limits)
+        )
+    ).config
+    buffers = [StaticBuffers(specs, CPU) for specs in buffer_specs(config).values()]
+    assert len(buffers) == 2
+    assert printed(output, "graph inputs")[1] == sum(buffer.num_bytes for buffer in buffers)
+    shapes = draft_cache(config)
+    if algorithm == "FROZEN_KV_MTP":
+        assert not shapes
+        assert "draft KV cache" not in output
+    else:
+        cache = KvCache(shapes, config.num_blocks, config.block_size, torch.float32, CPU)
+        assert printed(output, "draft KV cache")[1] == cache.num_bytes

@@ -203,9 +203,10 @@ class RankEngine:
         return FlashInferAttention(
             cache,
             spec.attention,
-            max_pages + config.limits.max_requests_per_step,
+            max_pages + config.limits.max_requests_per_step + config.layout.attn_tp_size,
             getattr(torch, spec.dtype),
             config.worker.prefill_backend,
+            config.layout.attn_tp_size,
             self._device,
         )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..dispatch.geometry import pad_to_ranks
 from ..graphs.plan import CaptureEntry
 from .attention import layer_index
 from .inputs import StepInputs
@@ -54,6 +55,7 @@ class FlashInferAttention:
         max_pages: pages of all requests of a step together, at most.
         dtype: of queries, keys and values.
         prefill_backend: FlashInfer's name of the kernels for eager steps.
+        attn_tp_size: ranks that share a batch, whose graphs are padded to a multiple of it.
         device: this rank's GPU.
     """
 
@@ -64,6 +66,7 @@ class FlashInferAttention:
         max_pages: int,
         dtype: torch.dtype,
         prefill_backend: str,
+        attn_tp_size: int,
         device: torch.device,
     ):
         import flashinfer
@@ -72,6 +75,7 @@ class FlashInferAttention:
         self._cache = cache
         self._dtype = dtype
         self._prefill_backend = prefill_backend
+        self._attn_tp_size = attn_tp_size
         self._device = device
         self._max_pages = max_pages
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -93,11 +97,12 @@ class FlashInferAttention:
         """
         contexts = values["context_lens"].tolist() if "context_lens" in values else []
         tables = values["block_tables"].tolist() if "block_tables" in values else []
-        lengths = [context + 1 for context in contexts] + [1] * (entry.bucket - len(contexts))
-        tables = tables + [[PADDING_BLOCK]] * (entry.bucket - len(tables))
+        num_rows = pad_to_ranks(entry.num_tokens, self._attn_tp_size)
+        lengths = [context + 1 for context in contexts] + [1] * (num_rows - len(contexts))
+        tables = tables + [[PADDING_BLOCK]] * (num_rows - len(tables))
         indptr, indices, last = self._pages(lengths, tables)
         for group in self._groups.values():
-            wrapper = group.graphs.get(entry.bucket) or self._decode_wrapper(group, entry.bucket)
+            wrapper = group.graphs.get(entry.bucket) or self._decode_wrapper(group, num_rows)
             group.graphs[entry.bucket] = wrapper
             shape = group.shape
             wrapper.plan(
@@ -161,16 +166,16 @@ class FlashInferAttention:
         last = torch.tensor([(length - 1) % size + 1 for length in lengths], dtype=torch.int32)
         return indptr, indices.to(self._device), last
 
-    def _decode_wrapper(self, group: _Group, bucket: int) -> Any:
+    def _decode_wrapper(self, group: _Group, num_rows: int) -> Any:
         shape, device = group.shape, self._device
         return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             "NHD",
             use_cuda_graph=True,
             use_tensor_cores=shape.num_heads // shape.num_kv_heads >= _TENSOR_CORE_GROUP,
-            paged_kv_indptr_buffer=torch.zeros(bucket + 1, dtype=torch.int32, device=device),
+            paged_kv_indptr_buffer=torch.zeros(num_rows + 1, dtype=torch.int32, device=device),
             paged_kv_indices_buffer=torch.zeros(self._max_pages, dtype=torch.int32, device=device),
-            paged_kv_last_page_len_buffer=torch.ones(bucket, dtype=torch.int32, device=device),
+            paged_kv_last_page_len_buffer=torch.ones(num_rows, dtype=torch.int32, device=device),
         )
 
 

@@ -91,10 +91,20 @@ def agreement(path: str, batch: list[list[int]], completions: dict[int, tuple[in
     return same / total
 
 
-def run(name: str, path: str, dispatch: str, table: Table, per_rank: int, disable_graphs: bool = False) -> None:
+def run(
+    name: str,
+    path: str,
+    dispatch: str,
+    table: Table,
+    per_batch: int,
+    ranks: int,
+    attn_tp_size: int,
+    disable_graphs: bool = False,
+) -> None:
     config = PoolConfig(
         model=path,
-        ranks=2,
+        ranks=ranks,
+        attn_tp_size=attn_tp_size,
         dtype="bfloat16",
         dispatch=dispatch,
         address="local",
@@ -110,7 +120,7 @@ def run(name: str, path: str, dispatch: str, table: Table, per_rank: int, disabl
     started = time.perf_counter()
     with ExpertPool.launch(config, report=lambda line: click.echo(f"  {line}")) as pool:
         launched = time.perf_counter() - started
-        batch = prompts(pool.rank_config.spec.vocab_size, 2 * per_rank, 200)
+        batch = prompts(pool.rank_config.spec.vocab_size, config.layout.dp_size * per_batch, 200)
         before = pool.status().stats
         completions = {
             completion.index: completion.token_ids
@@ -119,13 +129,14 @@ def run(name: str, path: str, dispatch: str, table: Table, per_rank: int, disabl
         status = pool.status()
     steps = sum(stats.decode_steps for stats in status.stats) - sum(stats.decode_steps for stats in before)
     seconds = sum(stats.decode_seconds for stats in status.stats) - sum(stats.decode_seconds for stats in before)
-    share = agreement(path, batch, completions) if per_rank <= NUM_PROMPTS else float("nan")
+    share = agreement(path, batch, completions) if per_batch <= NUM_PROMPTS else float("nan")
     replays = [report.replays for report in status.graphs]
     eager = dict(status.graphs[0].eager_steps)
     table.add_row(
         name,
         dispatch,
-        str(per_rank),
+        f"{config.layout.dp_size} x {attn_tp_size}",
+        str(per_batch),
         f"{launched:.0f}",
         f"{share:.3f}",
         f"{1e3 * seconds / max(steps, 1):.2f}",
@@ -138,34 +149,28 @@ def run(name: str, path: str, dispatch: str, table: Table, per_rank: int, disabl
 @click.option("--layers", default=4, show_default=True, help="Of the Qwen3-30B-A3B geometry; 0 leaves it out.")
 @click.option("--dispatch", "dispatches", multiple=True, default=("allgather", "flashinfer", "mega"), show_default=True)
 @click.option("--model", "only", multiple=True, default=("tiny_moe", "small"), show_default=True)
-def main(layers: int, dispatches: tuple[str, ...], only: tuple[str, ...]) -> None:
+@click.option("--layout", "layouts", multiple=True, default=("2x1",), show_default=True, help="dp_size x attn_tp_size.")
+def main(layers: int, dispatches: tuple[str, ...], only: tuple[str, ...], layouts: tuple[str, ...]) -> None:
     """Run everything and print the table."""
-    table = Table(title="pools of 2 ranks, bf16, greedy")
-    for column in (
-        "model",
-        "dispatch",
-        "requests a rank",
-        "launch s",
-        "agreement",
-        "decode step ms",
-        "replays",
-        "eager",
-    ):
+    table = Table(title="pools in bf16, greedy")
+    columns = ("model", "dispatch", "layout", "requests a batch", "launch s", "agreement", "decode step ms")
+    for column in (*columns, "replays", "eager"):
         table.add_column(column)
     with tempfile.TemporaryDirectory() as folder:
         models = {
             "tiny_moe": str(REPOSITORY / "examples" / "tiny_moe"),
             "small": save(small_model(), f"{folder}/small"),
         }
-        for dispatch in dispatches:
-            for name, path in models.items():
-                if name in only:
-                    attempt(run, name, path, dispatch, table, 12)
-        attempt(run, "small, no graphs", models["small"], dispatches[-1], table, 12, True)
-        if layers:
-            large = save(qwen3_30b_layers(layers), f"{folder}/large")
+        large = save(qwen3_30b_layers(layers), f"{folder}/large") if layers else None
+        for dp_size, attn_tp_size in (map(int, layout.split("x")) for layout in layouts):
+            sizes = (dp_size * attn_tp_size, attn_tp_size)
             for dispatch in dispatches:
-                attempt(run, f"Qwen3-30B geometry, {layers} layers", large, dispatch, table, 64)
+                for name in only:
+                    attempt(run, name, models[name], dispatch, table, 12, *sizes)
+                if large is not None:
+                    attempt(run, f"Qwen3-30B geometry, {layers} layers", large, dispatch, table, 64, *sizes)
+            if layers:
+                attempt(run, "small, no graphs", models["small"], dispatches[-1], table, 12, *sizes, True)
     Console(width=160).print(table)
     versions = [f"torch {torch.__version__}", torch.cuda.get_device_name(0), sys.version.split()[0]]
     driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True)

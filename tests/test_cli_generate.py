@@ -26,7 +26,11 @@ class Run:
     """`expert-pool generate` in a session of its own, so that a signal reaches it as a terminal would send it."""
 
     def __init__(self, *arguments: str):
-        program = "from expert_pool.cluster.cli import main; main()"
+        # A suite that was started in the background has interrupts ignored, and so would its children.
+        program = (
+            "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+            "from expert_pool.cluster.cli import main; main()"
+        )
         self.process = subprocess.Popen(
             [sys.executable, "-c", program, "generate", *arguments],
             start_new_session=True,

@@ -12,7 +12,7 @@ from ..dispatch.capacity import CAPACITY_VARIABLE, budget_problems
 from ..dispatch.errors import ConfigError
 from ..dispatch.layout import Layout
 from ..dispatch.limits import DispatchKind, ExpertsKind, Limits
-from ..workers.config import CacheConfig, DeviceName, DTypeName, WorkerConfig
+from ..workers.config import MAX_SECONDS, CacheConfig, DeviceName, DTypeName, WorkerConfig
 from ..workers.model_spec import ModelSpec
 from ..workers.rank_config import RankConfig
 
@@ -36,6 +36,8 @@ class PlacementConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("timeout_s", "start_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"placement.{name}={getattr(self, name)} is not above 0")
+            if not getattr(self, name) <= MAX_SECONDS:
+                raise ConfigError(f"placement.{name}={getattr(self, name)} is not at most {MAX_SECONDS:g}")
         for name in ("cpus_per_rank", "gpus_per_rank"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"placement.{name}={getattr(self, name)} is below 0")
@@ -111,6 +113,18 @@ def load_config(path: str | None, overrides: dict[str, Any]) -> PoolConfig:
         return msgspec.convert(merged, PoolConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {error}") from error
+
+
+def checked(config: PoolConfig) -> PoolConfig:
+    """A configuration written in Python, held to the same types as one from a file; sections may be mappings.
+
+    Raises:
+        ConfigError: a value of another type, or out of bounds.
+    """
+    try:
+        return msgspec.convert(msgspec.to_builtins(config), PoolConfig)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise ConfigError(f"configuration: {error}") from error
 
 
 def refuse_unknown_keys(settings: dict[str, Any], kind: Any, source: str, prefix: str = "") -> None:

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _GRACE_S = 2.0
 _SERVING = (DriverState.READY, DriverState.CAPTURING)
 _STOP_S = 10.0
+_STATUS_S = 5.0
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -48,7 +49,7 @@ class PoolEvent(msgspec.Struct, frozen=True):
 
 
 class PoolStatus(msgspec.Struct, frozen=True):
-    """The pool as the driver sees it."""
+    """The pool as the driver sees it; `graphs` of the ranks that answered in time."""
 
     state: str
     failure: str | None
@@ -188,7 +189,10 @@ class Driver:
     async def status(self) -> PoolStatus:
         graphs: list[GraphReport] = []
         if self._state is DriverState.READY:
-            graphs = await asyncio.gather(*(_await(actor.capture.remote("report")) for actor in self._ranks))
+            reports = {asyncio.ensure_future(_await(actor.capture.remote("report"))) for actor in self._ranks}
+            answered, _ = await asyncio.wait(reports, timeout=_STATUS_S)
+            graphs = [report.result() for report in answered if report.exception() is None]
+            graphs.sort(key=lambda report: report.rank)
         return PoolStatus(
             state=self._state.value,
             failure=str(self._failure) if self._failure else None,
@@ -278,7 +282,8 @@ class Driver:
         if self._state is DriverState.READY:
             failures = {rank: fate.result() for rank, fate in fates.items()}
             found = {rank: error for rank, error in failures.items() if error}
-            await self._fail(describe_failure(found, "while running", self._places))
+            silent = {rank: self._config.worker.step_timeout_s for rank in self._fates if rank not in fates}
+            await self._fail(describe_failure(found, "while running", self._places, silent))
 
     async def _follow_failure(self, calls: "Mapping[int, asyncio.Task[Any]]") -> "dict[int, asyncio.Task[Any]]":
         """The calls that ended once one of them failed.

@@ -5,9 +5,14 @@ from ray.exceptions import RayActorError, RayTaskError
 from ..dispatch.errors import ExpertPoolError, PlacementError, RankError
 from ..workers.rank import RankPlace
 
+_LOST_PEER = 2
+
 
 def describe_failure(
-    failures: dict[int, BaseException], when: str, places: tuple[RankPlace, ...] = ()
+    failures: dict[int, BaseException],
+    when: str,
+    places: tuple[RankPlace, ...] = (),
+    silent: dict[int, float] | None = None,
 ) -> ExpertPoolError:
     """One error from what several ranks report: deaths first, then the ranks' own errors, lost peers last.
 
@@ -17,6 +22,7 @@ def describe_failure(
         failures: what each rank that failed raised.
         when: the stage, for the message.
         places: where ranks run, as far as that is known.
+        silent: ranks that did not end, with the seconds that others waited for them at most.
     """
     if not failures:
         return RankError(f"all ranks stopped {when} without being told to")
@@ -30,9 +36,18 @@ def describe_failure(
             f"{cause} (raised on ranks {sorted(r for r, c in causes.items() if type(c) is type(cause))})"
         )
     if isinstance(cause, RayActorError):
-        where = "".join(f" (process {p.pid} on {p.address})" for p in places if p.rank == rank)
-        return RankError(f"rank {rank}{where} died {when}: {_reason_of_death(cause)}")
+        return RankError(f"{_named(rank, places)} died {when}: {_reason_of_death(cause)}")
+    if silent and _suspicion(cause) == _LOST_PEER:
+        names = ", ".join(_named(one, places) for one in sorted(silent))
+        return RankError(
+            f"{names} did not take part in a step within worker.step_timeout_s={max(silent.values()):g}; "
+            f"rank {rank} waited for it: {_first_line(cause)}"
+        )
     return RankError(f"rank {rank} failed {when}: {type(cause).__name__}: {_first_line(cause)}")
+
+
+def _named(rank: int, places: tuple[RankPlace, ...]) -> str:
+    return f"rank {rank}" + "".join(f" (process {p.pid} on {p.address})" for p in places if p.rank == rank)
 
 
 def _suspicion(cause: BaseException) -> int:
@@ -40,7 +55,7 @@ def _suspicion(cause: BaseException) -> int:
     if isinstance(cause, RayActorError):
         return 0
     text = str(cause).lower()
-    return 2 if "connection" in text or "gloo" in text or "timed out" in text else 1
+    return _LOST_PEER if "connection" in text or "gloo" in text or "timed out" in text else 1
 
 
 def _reason_of_death(cause: RayActorError) -> str:

@@ -1,6 +1,7 @@
 """The output file: one JSON line a request, written as it finishes; a job started again continues it."""
 
 import fcntl
+import re
 from pathlib import Path
 from types import TracebackType
 
@@ -92,6 +93,11 @@ class CompletionWriter:
         with open(self._path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
+                    if not _is_torn_line(line):
+                        raise ConfigError(
+                            f"--output {self._path}, line {number}: not a completion of this tool; give another file, "
+                            "or remove this one"
+                        )
                     self._file.truncate(whole)
                     break
                 try:
@@ -103,3 +109,13 @@ class CompletionWriter:
                     ) from error
                 whole += len(line)
         return finished
+
+
+def _is_torn_line(line: bytes) -> bool:
+    """Whether a line without an end is the beginning of one of ours, cut while it was written."""
+    opening, following = b'{"id":"', b'","token_ids":['
+    if not line.startswith(opening):
+        return opening.startswith(line)
+    text = re.match(rb'(?:[^"\\]|\\.)*', line[len(opening) :])
+    rest = line[len(opening) + (text.end() if text else 0) :]
+    return rest.startswith(following) or following.startswith(rest) or rest == b"\\"

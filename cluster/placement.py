@@ -50,7 +50,8 @@ class Placement:
                 self.release()
                 raise PlacementError(
                     f"no place for all ranks within placement.timeout_s={self._timeout_s:g}: {facts}. Set ranks or "
-                    "placement.cpus_per_rank / gpus_per_rank to what the cluster can hold, or wait longer"
+                    "placement.cpus_per_rank / gpus_per_rank to what the cluster can hold (worker.device='cuda' asks "
+                    "for one GPU a rank), or wait longer"
                 )
             yield facts
 

@@ -21,7 +21,7 @@ from ..dispatch.errors import CheckpointError, ConfigError, ExpertPoolError, Ran
 from ..workers.model_spec import ModelSpec
 from ..workers.rank_config import RankConfig
 from ..workers.request import Completion, FinishReason, RankStats, SamplingParams
-from .config import PoolConfig, refuse_unbuilt, resolve
+from .config import PoolConfig, checked, refuse_unbuilt, resolve
 from .driver import Driver, PoolEvent, PoolStatus, Prompt
 
 logger = logging.getLogger(__name__)
@@ -80,6 +80,7 @@ class ExpertPool:
             PlacementError: the cluster had no place for all ranks in time.
             RankError: a rank did not start or load.
         """
+        config = checked(config)
         rank_config = validate(config)
         tokenizer = load_tokenizer(rank_config.spec)
         owns_ray = connect_ray(config, report)
@@ -120,10 +121,15 @@ class ExpertPool:
             ConfigError: a text where there is no tokenizer, or another number of sampling settings than prompts.
             RankError: a rank failed while running (completions yielded before stay valid), or the pool was shut down.
         """
+        if isinstance(prompts, (str, bytes)):
+            raise ConfigError(f"prompts is one text ({prompts[:40]!r}): give a list of prompts")
         prompts = list(prompts)
         each = list(sampling) if isinstance(sampling, Sequence) else [sampling or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise ConfigError(f"{len(each)} sampling settings for {len(prompts)} prompts: give one, or one a prompt")
+        for one in each:
+            if not isinstance(one, SamplingParams):
+                raise ConfigError(f"sampling settings are SamplingParams, not {type(one).__name__}: {one!r:.60}")
         requests = [
             Prompt(token_ids, _with_seed(one))
             for token_ids, one in zip(tokenize(prompts, self._tokenizer), each, strict=True)
@@ -211,12 +217,28 @@ def tokenize(prompts: Sequence[str | Sequence[int]], tokenizer: Any) -> list[tup
         raise ConfigError(
             f"prompt {texts[0][:40]!r} is text, and the model folder carries no tokenizer: give token ids"
         )
+    for text in texts:
+        refuse_broken_text("a prompt", text)
     encoded = iter(tokenizer(texts)["input_ids"] if texts else [])
     return [tuple(next(encoded)) if isinstance(prompt, str) else _integers(prompt) for prompt in prompts]
 
 
+def refuse_broken_text(what: str, text: str) -> None:
+    """Refuse text that has no UTF-8 form, as half of a surrogate pair in JSON makes it.
+
+    Raises:
+        ConfigError: naming the character.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{what} is no valid text: {error}") from error
+
+
 def _integers(prompt: Sequence[int]) -> tuple[int, ...]:
     """Plain integers from a list, an array or a tensor: what travels to the ranks is encoded as 64 bits each."""
+    if isinstance(prompt, bytes):
+        raise ConfigError(f"a prompt is a text or a sequence of integer token ids, not bytes: {prompt!r:.60}")
     try:
         token_ids = tuple(operator.index(token_id) for token_id in prompt)
     except TypeError as error:

@@ -8,6 +8,7 @@ import msgspec
 from ..dispatch.errors import ConfigError
 from ..workers.request import SamplingParams
 from .config import refuse_unknown_keys
+from .pool import refuse_broken_text
 
 
 class PromptLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -70,7 +71,7 @@ def read_prompts(path: str, defaults: SamplingParams) -> list[PromptEntry]:
 def _parse(where: str, number: int, text: str, defaults: SamplingParams) -> PromptEntry:
     try:
         fields = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ConfigError(f"{where}: a {type(fields).__name__}, not a JSON object")
@@ -79,6 +80,11 @@ def _parse(where: str, number: int, text: str, defaults: SamplingParams) -> Prom
         line = msgspec.convert(fields, PromptLine)
         if (line.prompt is None) == (line.prompt_token_ids is None):
             raise ConfigError("give either prompt or prompt_token_ids")
+        for text_in_line in (line.id, line.prompt):
+            if isinstance(text_in_line, str):
+                refuse_broken_text("the line", text_in_line)
+        if any(not -(2**63) <= token_id < 2**63 for token_id in line.prompt_token_ids or ()):
+            raise ConfigError("a token id does not fit into 64 bits")
         prompt = line.prompt if line.prompt is not None else line.prompt_token_ids
         if not prompt:
             raise ConfigError("the prompt is empty")

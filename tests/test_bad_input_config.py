@@ -3,7 +3,9 @@
 import pytest
 import ray
 from click.testing import CliRunner
+from expert_pool.cluster import ConfigError, ExpertPool, PoolConfig, WorkerConfig
 from expert_pool.cluster.cli import main
+from expert_pool.cluster.config import checked
 
 
 @pytest.fixture
@@ -95,3 +97,24 @@ def test_gpus_that_a_machine_lacks_are_missed_at_once(tiny_moe, tmp_path):
     assert result.exit_code == 2
     assert "worker.device='cuda' with ranks=2 needs 2 GPUs, this machine has 0" in result.output
     assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"ranks": "2"}, r"Expected `int`, got `str` - at `\$.ranks`"),
+        ({"limits": {"max_running_requests": "3"}}, r"at `\$.limits.max_running_requests`"),
+        ({"limits": {"max_runing": 3}}, "max_runing"),
+        ({"worker": WorkerConfig(device="tpu")}, "tpu"),
+        ({"worker": WorkerConfig(threads=1.5)}, "threads"),
+        ({"worker": {"step_timeout_s": float("inf")}}, "step_timeout_s"),
+    ],
+)
+def test_a_configuration_written_in_python_is_held_to_its_types(settings, complaint, tiny_moe):
+    with pytest.raises(ConfigError, match=complaint):
+        ExpertPool.launch(PoolConfig(model=tiny_moe, address="local", **settings))
+    assert not ray.is_initialized()
+
+
+def test_sections_may_be_mappings_in_python_too(tiny_moe):
+    assert checked(PoolConfig(model=tiny_moe, limits={"max_running_requests": 3})).limits.max_running_requests == 3

@@ -56,6 +56,10 @@ def test_any_text_that_json_allows_is_read_as_it_is(prompts_file, tmp_path):
             "line 2: max_new_tokens=0: set max_new_tokens to between 1 and 2**31 - 1",
         ),
         ({"prompt": "x", "id": "first"}, "line 2: id 'first' is that of line 1"),
+        ('{"prompt": "a\\ud800"}', "line 2: the line is no valid text: 'utf-8' codec can't encode character"),
+        ('{"prompt": "b", "id": "a\\ud800"}', "line 2: the line is no valid text"),
+        ({"prompt_token_ids": [10**20]}, "line 2: "),
+        ("[" * 100_000, "line 2: not JSON: "),
         ({"prompt": "x", "id": True}, "line 2: Expected `int | str | null`, got `bool` - at `$.id`"),
     ],
 )

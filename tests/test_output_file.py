@@ -96,3 +96,32 @@ def test_a_disk_that_fills_up_keeps_what_was_written(tmp_path):
         signal.signal(signal.SIGXFSZ, previous)
     with CompletionWriter(str(path)) as writer:
         assert writer.finished_ids == {"a"}
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        b"my precious notes",
+        b'{"compact":"json","without":"an end"}',
+        b'{"id":"p00","prompt":"a prompts file of one line"}',
+        b'{"id": "p00"',
+    ],
+)
+def test_a_foreign_file_whose_only_line_has_no_end_is_refused_and_kept(foreign, tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(foreign)
+    with pytest.raises(ConfigError, match="line 1: not a completion of this tool"):
+        CompletionWriter(str(path))
+    assert path.read_bytes() == foreign
+
+
+def test_our_own_line_cut_anywhere_is_dropped(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with CompletionWriter(str(path)) as writer:
+        writer.write(line('an "id" with \\ in it'))
+    whole = path.read_bytes()
+    for length in range(1, len(whole)):
+        path.write_bytes(whole[:length])
+        with CompletionWriter(str(path)) as writer:
+            assert writer.finished_ids == set(), length
+        assert path.read_bytes() == b""

@@ -19,6 +19,7 @@ from expert_pool.cluster import (
     PoolConfig,
     RankError,
     SamplingParams,
+    WorkerConfig,
 )
 from expert_pool.cluster.cli import main
 from ray.util.placement_group import placement_group_table
@@ -99,6 +100,21 @@ def test_a_rank_that_is_killed_ends_the_pool_in_seconds_and_is_named(random_mode
         assert "rank 1" in status.failure
         with pytest.raises(RankError, match="rank 1"):
             list(pool.generate([[5]]))
+
+
+def test_a_rank_that_stalls_is_named_once_the_others_have_waited_long_enough(random_models):
+    config = PoolConfig(model=random_models["qwen3_moe"], ranks=2, worker=WorkerConfig(step_timeout_s=3))
+    with ExpertPool.launch(config) as pool:
+        pids = [place.pid for place in pool.status().places]
+        stream = pool.generate([[5, 17]] * 41, SamplingParams(max_new_tokens=300, ignore_eos=True))
+        os.kill(pids[1], signal.SIGSTOP)
+        stopped = time.monotonic()
+        assert [report.rank for report in pool.status().graphs] == [0], "what can answer does"
+        with pytest.raises(RankError, match=r"rank 1 \(process .*did not take part.*worker.step_timeout_s=3; rank 0"):
+            list(stream)
+        assert time.monotonic() - stopped < 20
+        assert gone(pids, within_s=10)
+        assert placement_groups() == set()
 
 
 def test_a_rank_that_cannot_load_is_named_and_leaves_nothing_behind(random_models, tmp_path):

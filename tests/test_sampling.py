@@ -1,5 +1,6 @@
 """From logits to tokens: limits, ties, and seeds that mean the same wherever and with whomever a request runs."""
 
+import numpy
 import pytest
 import torch
 from expert_pool.cluster import CacheConfig, ConfigError, Limits, PoolConfig, SamplingParams
@@ -105,6 +106,11 @@ def test_no_sequences_give_no_tokens():
         ({"seed": -1}, "seed=-1: set seed to between 0 and 2**64 - 1"),
         ({"seed": 2**64}, "set seed to between"),
         ({"stop": ("",)}, "at least one character"),
+        ({"stop": ""}, "at least one character"),
+        ({"stop": (1,)}, "stop=(1,): set stop to a text or several"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5: set max_new_tokens to an integer"),
+        ({"top_k": 2.5}, "top_k=2.5: set top_k to an integer"),
+        ({"temperature": "hot"}, "temperature='hot': set temperature to a number"),
     ],
 )
 def test_a_setting_out_of_bounds_is_refused_with_its_bound(settings, complaint):
@@ -167,3 +173,8 @@ def test_another_seed_gives_other_tokens(random_models):
     with PlainRanks(PoolConfig(model=random_models["qwen3_moe"])) as gang:
         completions = gang.generate([[5, 17, 42]] * 4, settings)
     assert len({completion.token_ids for completion in completions}) == 4
+
+
+def test_one_stop_text_is_one_and_numbers_may_come_from_arrays():
+    sampling = SamplingParams(stop="makes", top_k=numpy.int64(3), temperature=numpy.float32(0.5))
+    assert sampling == SamplingParams(stop=("makes",), top_k=3, temperature=0.5)

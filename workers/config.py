@@ -11,6 +11,9 @@ DeviceName = Literal["cpu", "cuda"]
 PrefillBackend = Literal["fa2", "fa3", "auto"]
 
 
+MAX_SECONDS = 1e7
+
+
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Size of a DP rank's paged KV cache, the same on every rank.
 
@@ -54,3 +57,5 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"worker.threads={self.threads} is below 1")
         if self.step_timeout_s <= 0:
             raise ConfigError(f"worker.step_timeout_s={self.step_timeout_s} is not above 0")
+        if not 1 <= self.step_timeout_s <= MAX_SECONDS:
+            raise ConfigError(f"worker.step_timeout_s={self.step_timeout_s} is not between 1 and {MAX_SECONDS:g}")

@@ -1,5 +1,6 @@
 """What travels between the driver and the ranks: requests, completions, and a rank's state of affairs."""
 
+import operator
 from typing import Literal
 
 import msgspec
@@ -18,7 +19,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         top_p: sample among the most likely tokens whose probabilities sum to this share, in (0, 1].
         top_k: sample among this many most likely tokens; 0 means all.
         seed: makes sampling repeatable; one is drawn for a request that has none.
-        stop: texts that end the generation; the completion's text ends before the first of them.
+        stop: a text or several that end the generation; the completion's text ends before the first of them.
         ignore_eos: go on after an end-of-sequence token.
     """
 
@@ -31,6 +32,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        self._settle_types()
         refuse = _refuse_setting
         if not 1 <= self.max_new_tokens < 2**31:
             refuse("max_new_tokens", self.max_new_tokens, "between 1 and 2**31 - 1")
@@ -44,6 +46,27 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             refuse("seed", self.seed, "between 0 and 2**64 - 1")
         if any(not text for text in self.stop):
             refuse("stop", self.stop, "texts of at least one character")
+
+    def _settle_types(self) -> None:
+        """Plain numbers and a tuple of texts, also from what else a caller may hold: a NumPy integer, one text."""
+        refuse, settle = _refuse_setting, msgspec.structs.force_setattr
+        for name in ("max_new_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            try:
+                settle(self, name, value if name == "seed" and value is None else operator.index(value))
+            except TypeError:
+                refuse(name, value, "an integer")
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            try:
+                settle(self, name, float(value))
+            except (TypeError, ValueError):
+                refuse(name, value, "a number")
+        if isinstance(self.stop, str):
+            settle(self, "stop", (self.stop,))
+        if not all(isinstance(text, str) for text in self.stop):
+            refuse("stop", self.stop, "a text or several")
+        settle(self, "stop", tuple(self.stop))
 
 
 def _refuse_setting(name: str, value: object, bound: str) -> None:

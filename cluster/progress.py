@@ -31,7 +31,7 @@ class GenerationProgress:
         if console.is_terminal:
             self._bar = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(),
+                BarColumn(bar_width=8),  # what follows is what one looks for, and fits 80 columns for two ranks
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[detail]}"),
                 TimeElapsedColumn(),

@@ -1,34 +1,32 @@
 """The driver actor: owns the placement and the ranks, hands requests out and results back. Never part of a step."""
 
 import asyncio
+import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import msgspec
-import ray
 from ray.exceptions import RayActorError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..dispatch.errors import ExpertPoolError, RankError
-from ..graphs.plan import CaptureEntry, CapturePlan, plan_captures
+from ..graphs.plan import CapturePlan, plan_captures
 from ..graphs.report import GraphReport
 from ..workers.mailbox import Intake
-from ..workers.rank import Rank, RankPlace
+from ..workers.rank import RankPlace
 from ..workers.rank_config import LoadReport, RankConfig
 from ..workers.request import Completion, RankStats, Request, SamplingParams
 from .capture import CaptureOutcome, capture_in_lockstep
 from .config import PlacementConfig
 from .driver_state import DriverState, may_follow
-from .failure import describe_failure
+from .gang import Gang
 from .placement import Placement
 from .router import Router
 
 logger = logging.getLogger(__name__)
 
-_GRACE_S = 2.0
 _SERVING = (DriverState.READY, DriverState.CAPTURING)
 _STOP_S = 10.0
 _STATUS_S = 5.0
@@ -78,13 +76,10 @@ class Driver:
 
     def __init__(self, config: RankConfig, bundle: dict[str, float], placement: PlacementConfig):
         self._config = config
-        self._bundle = bundle
-        self._deadlines = placement
         self._placement = Placement(config.layout.world_size, bundle, placement.timeout_s)
         self._state = DriverState.CREATED
         self._failure: ExpertPoolError | None = None
-        self._ranks: list[Any] = []
-        self._places: tuple[RankPlace, ...] = ()
+        self._gang = Gang(config, bundle, placement.start_timeout_s)
         self._loads: tuple[LoadReport, ...] = ()
         self._stats: dict[int, RankStats] = {}
         self._router = Router(config.layout.dp_size, window=2 * config.limits.max_running_requests)
@@ -92,10 +87,7 @@ class Driver:
         self._streams: dict[int, _Stream] = {}
         self._open_streams: set[_Stream] = set()
         self._keys = itertools.count()
-        self._wake_epoch = 0
         self._tasks: list[asyncio.Task[None]] = []
-        self._ended_ranks: set[int] = set()
-        self._fates: dict[int, asyncio.Task[BaseException | None]] = {}
 
     async def start(self) -> AsyncIterator[str]:
         """Place, start and load all ranks; yields a line about each stage.
@@ -111,12 +103,12 @@ class Driver:
                 yield facts
             self._enter(DriverState.STARTING)
             yield "starting ranks"
-            await self._start_ranks()
+            await self._gang.start(self._placement)
             self._enter(DriverState.LOADING)
-            yield f"loading {self._config.spec.path} on {len({place.node_id for place in self._places})} node(s)"
-            self._loads = tuple(await self._on_all_ranks("load", self._deadlines.start_timeout_s))
+            yield f"loading {self._config.spec.path} on {len({place.node_id for place in self._gang.places})} node(s)"
+            self._loads = tuple(await self._gang.call("load"))
             self._enter(DriverState.CAPTURING)
-            self._graphs = await capture_in_lockstep(plan_captures(self._config.limits), self._capture_on_all_ranks)
+            self._graphs = await self._capture()
             for drop in self._graphs.dropped:
                 yield str(drop)
             self._begin_running()
@@ -167,18 +159,14 @@ class Driver:
         """
         self._require_ready()
         self._enter(DriverState.CAPTURING)
-        await asyncio.gather(*self._deliver({}, leave=True))
-        await asyncio.wait(self._fates.values())
-        lost = {rank: error for rank, fate in self._fates.items() if (error := fate.result()) is not None}
-        if lost:
-            await self._fail(describe_failure(lost, "while leaving the loop", self._places))
-            raise cast(ExpertPoolError, self._failure)
         try:
-            self._graphs = await capture_in_lockstep(plan_captures(self._config.limits), self._capture_on_all_ranks)
+            await asyncio.gather(*self._gang.deliver({}, leave=True))
+            await self._gang.loops_left()
+            self._graphs = await self._capture()
             return self._graphs
         except ExpertPoolError as error:
             self._graphs = CaptureOutcome(CapturePlan(()), ())
-            if self._ended_ranks:
+            if self._gang.is_broken:
                 await self._fail(error)
             raise
         finally:
@@ -189,14 +177,14 @@ class Driver:
     async def status(self) -> PoolStatus:
         graphs: list[GraphReport] = []
         if self._state is DriverState.READY:
-            reports = {asyncio.ensure_future(_await(actor.capture.remote("report"))) for actor in self._ranks}
+            reports = {asyncio.ensure_future(_await(actor.capture.remote("report"))) for actor in self._gang.actors}
             answered, _ = await asyncio.wait(reports, timeout=_STATUS_S)
             graphs = [report.result() for report in answered if report.exception() is None]
             graphs.sort(key=lambda report: report.rank)
         return PoolStatus(
             state=self._state.value,
             failure=str(self._failure) if self._failure else None,
-            places=self._places,
+            places=self._gang.places,
             loads=self._loads,
             stats=tuple(stats for _, stats in sorted(self._stats.items())),
             graphs=tuple(graphs),
@@ -209,101 +197,39 @@ class Driver:
         running = self._state is DriverState.READY
         self._enter(DriverState.STOPPING)
         if running:
-            self._deliver({}, leave=True)
-            await asyncio.wait(self._fates.values(), timeout=_STOP_S)
+            self._gang.deliver({}, leave=True)
+            with contextlib.suppress(ExpertPoolError):
+                await self._gang.loops_left(_STOP_S)
         self._end_streams(RankError("the pool was shut down"))
         await self._discard_ranks()
         self._enter(DriverState.STOPPED)
 
-    async def _start_ranks(self) -> None:
-        order = await asyncio.to_thread(self._placement.rank_order)
-        for rank, bundle_index in enumerate(order):
-            options = cast(Any, Rank).options(
-                num_cpus=self._bundle.get("CPU", 0),
-                num_gpus=self._bundle.get("GPU", 0),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement.group, bundle_index),
-            )
-            self._ranks.append(options.remote(self._config, rank))
-        self._places = tuple(await self._on_all_ranks("place", self._deadlines.start_timeout_s))
-        host, port = await self._ranks[0].open_rendezvous.remote()
-        await self._on_all_ranks("join", self._deadlines.start_timeout_s, host, port, collective=True)
-
-    async def _on_all_ranks(self, method: str, timeout_s: float, *args: Any, collective: bool = False) -> list[Any]:
-        """Call a method on every rank and wait for all answers.
-
-        Args:
-            method: of the rank actor.
-            timeout_s: for the slowest rank.
-            args: the same for all ranks.
-            collective: whether the call makes ranks wait for each other, so that one that fails takes the others along.
-        """
-        calls = {
-            rank: asyncio.ensure_future(_await(getattr(actor, method).remote(*args)))
-            for rank, actor in enumerate(self._ranks)
-        }
-        until = asyncio.FIRST_EXCEPTION if collective else asyncio.ALL_COMPLETED
-        done, pending = await asyncio.wait(calls.values(), timeout=timeout_s, return_when=until)
-        failed = any(call.exception() for call in done)
-        ended = await self._follow_failure(calls) if failed and pending else calls
-        failures = {rank: error for rank, call in ended.items() if call.done() and (error := call.exception())}
-        self._ended_ranks |= {rank for rank, error in failures.items() if isinstance(error, RayActorError)}
-        if failures:
-            raise describe_failure(failures, f"during {_readable(method, args)}", self._places)
-        if pending:
-            late = [rank for rank, call in calls.items() if call in pending]
-            raise RankError(
-                f"ranks {late} did not finish {_readable(method, args)} within placement.start_timeout_s="
-                f"{self._deadlines.start_timeout_s:g}"
-            )
-        return [call.result() for call in calls.values()]
+    async def _capture(self) -> CaptureOutcome:
+        return await capture_in_lockstep(plan_captures(self._config.limits), self._capture_on_all_ranks)
 
     async def _capture_on_all_ranks(self, method: str, *args: Any) -> list[Any]:
         """One call of the capture protocol on every rank; see `graphs.lockstep.LockstepRank`."""
-        deadline = _STOP_S if method == "fail" else self._deadlines.start_timeout_s
+        timeout_s = _STOP_S if method == "fail" else None
         collective = method in ("warm_up", "record")
-        return await self._on_all_ranks("capture", deadline, method, *args, collective=collective)
+        return await self._gang.call("capture", method, *args, collective=collective, timeout_s=timeout_s)
 
     def _begin_running(self) -> None:
-        for rank, actor in enumerate(self._ranks):
-            self._fates[rank] = asyncio.ensure_future(_fate(actor.run.remote()))
+        self._gang.begin_loops()
         self._tasks.append(asyncio.ensure_future(self._watch()))
 
     def _begin_collecting(self) -> None:
         layout = self._config.layout
         for dp_rank in range(layout.dp_size):
-            self._tasks.append(asyncio.ensure_future(self._collect(self._ranks[layout.leader(dp_rank)])))
+            self._tasks.append(asyncio.ensure_future(self._collect(self._gang.actors[layout.leader(dp_rank)])))
 
     async def _watch(self) -> None:
         """End the gang when a rank ends: the others would wait for it in their next collective."""
-        await asyncio.wait(self._fates.values(), return_when=asyncio.FIRST_COMPLETED)
+        await self._gang.first_loop_end()
         if self._state is not DriverState.READY:
             return
-        fates = await self._follow_failure(self._fates)
+        error = await self._gang.end_after_loop()
         if self._state is DriverState.READY:
-            failures = {rank: fate.result() for rank, fate in fates.items()}
-            found = {rank: error for rank, error in failures.items() if error}
-            silent = {rank: self._config.worker.step_timeout_s for rank in self._fates if rank not in fates}
-            await self._fail(describe_failure(found, "while running", self._places, silent))
-
-    async def _follow_failure(self, calls: "Mapping[int, asyncio.Task[Any]]") -> "dict[int, asyncio.Task[Any]]":
-        """The calls that ended once one of them failed.
-
-        A rank that failed is ended at once: that closes its connections, so the ranks that wait for it in a collective
-        raise too, instead of being found there by a deadline.
-        """
-        ended: dict[int, asyncio.Task[Any]] = {}
-        deadline = asyncio.get_running_loop().time() + _GRACE_S
-        while True:
-            for rank, call in calls.items():
-                if call.done() and rank not in ended:
-                    ended[rank] = call
-                    self._ended_ranks.add(rank)
-                    ray.kill(self._ranks[rank])
-            left = [call for call in calls.values() if not call.done()]
-            remaining = deadline - asyncio.get_running_loop().time()
-            if not left or remaining <= 0:
-                return ended
-            await asyncio.wait(left, timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
+            await self._fail(error)
 
     async def _collect(self, leader: Any) -> None:
         """Bring the results of one DP rank to the streams that wait for them."""
@@ -327,17 +253,7 @@ class Driver:
     def _hand_out(self) -> None:
         assigned = self._router.assign()
         if assigned:
-            self._deliver({dp_rank: Intake(requests=tuple(requests)) for dp_rank, requests in assigned.items()})
-
-    def _deliver(self, intakes: dict[int, Intake], leave: bool = False) -> list[Any]:
-        """Requests go to the leaders of their DP ranks; the wake-up call goes to every rank."""
-        self._wake_epoch += 1
-        layout, sent = self._config.layout, []
-        for rank, actor in enumerate(self._ranks):
-            dp_rank = layout.dp_rank(rank)
-            intake = intakes.get(dp_rank, Intake()) if rank == layout.leader(dp_rank) else Intake()
-            sent.append(actor.deliver.remote(intake, self._wake_epoch, leave))
-        return sent
+            self._gang.deliver({dp_rank: Intake(requests=tuple(requests)) for dp_rank, requests in assigned.items()})
 
     def _abandon(self, stream: _Stream) -> None:
         """Drop what a caller no longer waits for."""
@@ -345,7 +261,7 @@ class Driver:
         left = {key for key in stream.index_of if self._streams.pop(key, None) is not None}
         aborts = self._router.forget(left)
         if aborts and self._state is DriverState.READY:
-            self._deliver({dp_rank: Intake(aborts=tuple(keys)) for dp_rank, keys in aborts.items()})
+            self._gang.deliver({dp_rank: Intake(aborts=tuple(keys)) for dp_rank, keys in aborts.items()})
             self._hand_out()
 
     async def _fail(self, error: ExpertPoolError) -> None:
@@ -363,9 +279,7 @@ class Driver:
         self._streams.clear()
 
     async def _discard_ranks(self) -> None:
-        for actor in self._ranks:
-            ray.kill(actor)
-        self._ranks.clear()
+        self._gang.kill()
         await asyncio.to_thread(self._placement.release)
 
     def _enter(self, state: DriverState) -> None:
@@ -380,19 +294,5 @@ class Driver:
             raise RankError(f"the pool is {self._state.value}, not ready")
 
 
-def _readable(method: str, args: tuple[Any, ...]) -> str:
-    """A call on all ranks, for messages: the capture protocol's own method and entry rather than `capture`."""
-    return " ".join(str(part) for part in args if isinstance(part, (str, CaptureEntry))) or method
-
-
 async def _await(ref: Any) -> Any:
     return await ref
-
-
-async def _fate(ref: Any) -> BaseException | None:
-    """How a rank's loop ended: `None` when it was stopped."""
-    try:
-        await ref
-    except Exception as error:
-        return error
-    return None

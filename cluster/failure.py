@@ -26,10 +26,7 @@ def describe_failure(
     """
     if not failures:
         return RankError(f"all ranks stopped {when} without being told to")
-    causes = {
-        rank: (error.cause if isinstance(error, RayTaskError) and error.cause else error)
-        for rank, error in failures.items()
-    }
+    causes = {rank: _cause(error) for rank, error in failures.items()}
     rank, cause = min(causes.items(), key=lambda item: (_suspicion(item[1]), item[0]))
     if isinstance(cause, ExpertPoolError) and not isinstance(cause, (RankError, PlacementError)):
         return type(cause)(
@@ -44,6 +41,15 @@ def describe_failure(
             f"rank {rank} waited for it: {_first_line(cause)}"
         )
     return RankError(f"rank {rank} failed {when}: {type(cause).__name__}: {_first_line(cause)}")
+
+
+def is_origin(error: BaseException) -> bool:
+    """Whether this is where a failure began, and not what a rank says that lost another."""
+    return _suspicion(_cause(error)) < _LOST_PEER
+
+
+def _cause(error: BaseException) -> BaseException:
+    return error.cause if isinstance(error, RayTaskError) and error.cause else error
 
 
 def _named(rank: int, places: tuple[RankPlace, ...]) -> str:

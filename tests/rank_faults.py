@@ -194,11 +194,12 @@ def ends_inside(engine: RankEngine, stage: str, by: str) -> Iterator[None]:
 
     Args:
         engine: of this rank.
-        stage: `rehearse`, `warm_up` or `record`.
+        stage: `rehearse`, `warm_up` or `record`, or `step` for one of a running pool.
         by: `raising` or `dying`.
     """
-    collectives, graphs = collectives_of(engine), engine.graphs
-    run, all_to_all = getattr(graphs, stage), collectives.all_to_all
+    collectives = collectives_of(engine)
+    owner, name = (engine._loop._executor, "run") if stage == "step" else (engine.graphs, stage)
+    run, all_to_all = getattr(owner, name), collectives.all_to_all
     inside = [False]
 
     def run_stage(*arguments: Any) -> Any:
@@ -215,7 +216,7 @@ def ends_inside(engine: RankEngine, stage: str, by: str) -> Iterator[None]:
             raise RuntimeError(INJECTED)
         all_to_all(*call)
 
-    with replaced(graphs, stage, run_stage), replaced(collectives, "all_to_all", end):
+    with replaced(owner, name, run_stage), replaced(collectives, "all_to_all", end):
         yield
 
 

@@ -59,6 +59,7 @@ from rank_faults import (
     undo,
 )
 from rank_insides import run_script
+from rank_logs import said_by
 
 FULL_MATRIX = bool(os.environ.get("EXPERT_POOL_FULL_MATRIX"))
 WITHIN_S = 10.0
@@ -103,7 +104,7 @@ def pool(request: pytest.FixtureRequest, session: None, random_models: dict[str,
 
 def on_rank(pool: ExpertPool, rank: int, function: Any, *args: Any) -> Any:
     """What `function(engine, *args)` returns in the actor of this rank."""
-    actors = _get(pool._driver.__ray_call__.remote(lambda driver: driver._ranks))
+    actors = _get(pool._driver.__ray_call__.remote(lambda driver: driver._gang.actors))
     return _get(actors[rank].__ray_call__.remote(lambda actor: function(actor._engine, *args)))
 
 
@@ -283,10 +284,34 @@ def test_a_rank_that_ends_inside_capture_is_named_and_takes_no_rank_into_a_hang(
         assert cause in message
         assert pool.status().state == "failed"
         assert message in (pool.status().failure or "")
-        _, left = psutil.wait_procs(processes, timeout=WITHIN_S)
-        assert left == []
+        assert_told_and_ended(processes, message, survivors=[rank for rank in range(ranks) if rank != 1])
         with pytest.raises(RankError, match="rank 1"):
             next(pool.generate(PROMPTS))
+
+
+@pytest.mark.parametrize("ranks", [2, 4] if FULL_MATRIX else [2])
+@pytest.mark.parametrize("by", ["raising", "dying"])
+def test_a_rank_that_ends_inside_a_step_is_named_on_every_survivor(by, ranks, session, random_models):
+    with ExpertPool.launch(config_of(random_models["qwen3_moe"], ranks)) as pool:
+        processes = [psutil.Process(place.pid) for place in pool.status().places]
+        completions = pool.generate(PROMPTS, SamplingParams(max_new_tokens=480, ignore_eos=True))
+        on_rank(pool, 1, inject, ends_inside, "step", by)
+        started = time.monotonic()
+        with pytest.raises(RankError) as raised:
+            list(completions)
+        assert time.monotonic() - started < WITHIN_S
+        cause = f"rank 1 failed while running: RuntimeError: {INJECTED}" if by == "raising" else "died while running: "
+        assert cause in str(raised.value)
+        assert_told_and_ended(processes, str(raised.value), survivors=[rank for rank in range(ranks) if rank != 1])
+
+
+def assert_told_and_ended(processes: list[psutil.Process], message: str, survivors: list[int]) -> None:
+    """The ranks that lived heard and said which rank ended the pool and why, and no process is left."""
+    assert message.startswith("rank 1 ")
+    for rank in survivors:
+        assert said_by(processes[rank].pid, f"rank {rank} is ended: {message}")
+    _, left = psutil.wait_procs(processes, timeout=WITHIN_S)
+    assert left == []
 
 
 @pytest.mark.parametrize("ranks", [2, 4] if FULL_MATRIX else [2])

@@ -22,6 +22,7 @@ from expert_pool.cluster import (
     WorkerConfig,
 )
 from expert_pool.cluster.cli import main
+from rank_logs import said_by
 from ray.util.placement_group import placement_group_table
 
 
@@ -89,9 +90,10 @@ def test_a_rank_that_is_killed_ends_the_pool_in_seconds_and_is_named(random_mode
 
         os.kill(pids[1], signal.SIGKILL)
         killed = time.monotonic()
-        with pytest.raises(RankError, match=r"rank 1 .*died while running"):
+        with pytest.raises(RankError, match=r"rank 1 .*died while running") as raised:
             list(stream)
         assert time.monotonic() - killed < 10
+        assert said_by(pids[0], f"rank 0 is ended: {raised.value}")
 
         assert gone(pids, within_s=10)
         assert placement_groups() == set()
@@ -110,8 +112,10 @@ def test_a_rank_that_stalls_is_named_once_the_others_have_waited_long_enough(ran
         os.kill(pids[1], signal.SIGSTOP)
         stopped = time.monotonic()
         assert [report.rank for report in pool.status().graphs] == [0], "what can answer does"
-        with pytest.raises(RankError, match=r"rank 1 \(process .*did not take part.*worker.step_timeout_s=3; rank 0"):
+        named = r"rank 1 \(process .*did not take part.*worker.step_timeout_s=3; rank 0"
+        with pytest.raises(RankError, match=named) as raised:
             list(stream)
+        assert said_by(pids[0], f"rank 0 is ended: {raised.value}")
         assert time.monotonic() - stopped < 20
         assert gone(pids, within_s=10)
         assert placement_groups() == set()

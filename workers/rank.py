@@ -1,14 +1,18 @@
 """The actor around one rank. Ray calls come in here, on threads of their own; the step loop never makes one."""
 
+import logging
 import os
 from typing import Any
 
 import msgspec
 import ray
 
+from ..dispatch.errors import ExpertPoolError
 from .mailbox import Intake
 from .rank_config import LoadReport, RankConfig
 from .request import RankOutput
+
+logger = logging.getLogger(__name__)
 
 
 class RankPlace(msgspec.Struct, frozen=True):
@@ -71,6 +75,12 @@ class Rank:
     @ray.method(concurrency_group="deliveries")
     def deliver(self, intake: Intake, wake_epoch: int, leave: bool = False) -> None:
         self._engine.inbox.deliver(intake, wake_epoch, leave)
+
+    @ray.method(concurrency_group="deliveries")
+    def give_up(self, kind: type[ExpertPoolError], message: str) -> None:
+        """The driver ends the gang: why is in this rank's log, and raised here, also while a step waits for a peer."""
+        logger.error("rank %d is ended: %s", self._rank, message)
+        raise kind(message)
 
     @ray.method(concurrency_group="reports")
     def next_output(self) -> RankOutput:

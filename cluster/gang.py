@@ -1,0 +1,225 @@
+"""The ranks of a pool as the driver holds them: they start together, are called together, and end together.
+
+When one fails, the others are told which rank it was and why, raise that themselves, and are then ended: they may be
+waiting for it inside a collective, where nothing else would reach them.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any, cast
+
+import ray
+from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ..dispatch.errors import ExpertPoolError, RankError
+from ..graphs.plan import CaptureEntry
+from ..workers.mailbox import Intake
+from ..workers.rank import Rank, RankPlace
+from ..workers.rank_config import RankConfig
+from .failure import describe_failure, is_origin
+from .placement import Placement
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 2.0
+_ALIKE_S = 1.0
+_TELL_S = 2.0
+
+Calls = Mapping[int, "asyncio.Task[Any]"]
+
+
+class Gang:
+    """One generation of ranks.
+
+    Args:
+        config: what every rank is built from.
+        bundle: resources of one rank.
+        start_timeout_s: how long ranks may take to start, meet and load.
+
+    Attributes:
+        actors: by rank.
+        places: where they run, once known.
+        is_broken: whether a failure has ended ranks, so that the gang cannot go on.
+    """
+
+    def __init__(self, config: RankConfig, bundle: dict[str, float], start_timeout_s: float):
+        self.actors: list[Any] = []
+        self.places: tuple[RankPlace, ...] = ()
+        self.is_broken = False
+        self._config = config
+        self._bundle = bundle
+        self._start_timeout_s = start_timeout_s
+        self._fates: dict[int, asyncio.Task[BaseException | None]] = {}
+        self._wake_epoch = 0
+
+    async def start(self, placement: Placement) -> None:
+        """Start a rank in every bundle and have them form their process groups.
+
+        Raises:
+            RankError: a rank did not start, or they did not meet.
+        """
+        order = await asyncio.to_thread(placement.rank_order)
+        for rank, bundle_index in enumerate(order):
+            options = cast(Any, Rank).options(
+                num_cpus=self._bundle.get("CPU", 0),
+                num_gpus=self._bundle.get("GPU", 0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(placement.group, bundle_index),
+            )
+            self.actors.append(options.remote(self._config, rank))
+        self.places = tuple(await self.call("place"))
+        host, port = await self.actors[0].open_rendezvous.remote()
+        await self.call("join", host, port, collective=True)
+
+    async def call(
+        self, method: str, *args: Any, collective: bool = False, timeout_s: float | None = None
+    ) -> list[Any]:
+        """Call a method on every rank and wait for all answers.
+
+        Args:
+            method: of the rank actor.
+            args: the same for all ranks.
+            collective: whether the call makes ranks wait for each other: then a failure ends them all.
+            timeout_s: for the slowest rank; `None`: the time that a start may take.
+
+        Raises:
+            ExpertPoolError: a rank raised, died or was late; names it.
+        """
+        limit = self._start_timeout_s if timeout_s is None else timeout_s
+        calls = {
+            rank: asyncio.ensure_future(_await(getattr(actor, method).remote(*args)))
+            for rank, actor in enumerate(self.actors)
+        }
+        until = asyncio.FIRST_EXCEPTION if collective else asyncio.ALL_COMPLETED
+        _, pending = await asyncio.wait(calls.values(), timeout=limit, return_when=until)
+        doing = f"during {_readable(method, args)}"
+        failures = _failures(calls)
+        if failures and (collective or any(isinstance(error, RayActorError) for error in failures.values())):
+            raise await self._end(calls, doing)
+        if failures:
+            raise describe_failure(failures, doing, self.places)
+        if pending:
+            late = [rank for rank, call in calls.items() if call in pending]
+            raise RankError(
+                f"ranks {late} did not finish {_readable(method, args)} within placement.start_timeout_s={limit:g}"
+            )
+        return [call.result() for call in calls.values()]
+
+    def begin_loops(self) -> None:
+        """Have every rank run its loop."""
+        self._fates = {rank: asyncio.ensure_future(_fate(actor.run.remote())) for rank, actor in enumerate(self.actors)}
+
+    async def first_loop_end(self) -> None:
+        """Wait until some rank's loop has ended, for whatever reason."""
+        await asyncio.wait(self._fates.values(), return_when=asyncio.FIRST_COMPLETED)
+
+    async def loops_left(self, timeout_s: float | None = None) -> None:
+        """Wait until all ranks have left their loops as they were told to.
+
+        Raises:
+            ExpertPoolError: a rank failed instead.
+        """
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        while running := [fate for fate in self._fates.values() if not fate.done()]:
+            left = None if deadline is None else deadline - asyncio.get_running_loop().time()
+            if _failures(self._fates) or (left is not None and left <= 0):
+                break
+            await asyncio.wait(running, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if _failures(self._fates):
+            raise await self._end(self._fates, "while leaving the loop")
+
+    async def end_after_loop(self) -> ExpertPoolError:
+        """The loop of some rank has ended unasked: end all ranks. Returns why, for the caller to raise."""
+        return await self._end(self._fates, "while running", self._config.worker.step_timeout_s)
+
+    def deliver(self, intakes: dict[int, Intake], leave: bool = False) -> list[Any]:
+        """Requests go to the leaders of their DP ranks; the wake-up call goes to every rank."""
+        self._wake_epoch += 1
+        layout, sent = self._config.layout, []
+        for rank, actor in enumerate(self.actors):
+            dp_rank = layout.dp_rank(rank)
+            intake = intakes.get(dp_rank, Intake()) if rank == layout.leader(dp_rank) else Intake()
+            sent.append(actor.deliver.remote(intake, self._wake_epoch, leave))
+        return sent
+
+    def kill(self) -> None:
+        """End the processes of all ranks."""
+        for actor in self.actors:
+            ray.kill(actor)
+        self.actors.clear()
+
+    async def _end(self, calls: Calls, when: str, waited_s: float | None = None) -> ExpertPoolError:
+        """Find out why these calls fail, tell every rank that still lives, and end them all.
+
+        Args:
+            calls: by rank; at least one has ended.
+            when: the stage, for the message.
+            waited_s: how long ranks wait for each other at most, where the calls have no end of their own: ranks that
+                have not ended by then are the silent ones.
+        """
+        self.is_broken = True
+        await _causes(calls)
+        failures = _failures(calls)
+        silent = {rank: waited_s for rank, call in calls.items() if waited_s is not None and not call.done()}
+        error = describe_failure(failures, when, self.places, silent)
+        await self._tell(error)
+        for actor in self.actors:
+            ray.kill(actor)
+        return error
+
+    async def _tell(self, error: ExpertPoolError) -> None:
+        """Every rank that lives logs the failure and raises it; one that is stopped or gone cannot."""
+        answers = [
+            asyncio.ensure_future(_await(actor.give_up.remote(type(error), str(error)))) for actor in self.actors
+        ]
+        _, unanswered = await asyncio.wait(answers, timeout=_TELL_S)
+        if unanswered:
+            silent = [rank for rank, answer in enumerate(answers) if answer in unanswered]
+            logger.warning("ranks %s could not be told of the failure", silent)
+
+
+async def _causes(calls: Calls) -> None:
+    """Wait until it is known where a failure began, and a moment longer for ranks that raise the same.
+
+    A rank that only lost a peer says so before Ray notices that the peer is gone.
+    """
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + _GRACE_S
+    while (left := deadline - clock()) > 0:
+        waiting = [call for call in calls.values() if not call.done()]
+        if not waiting:
+            return
+        if any(is_origin(error) for error in _failures(calls).values()):
+            await asyncio.wait(waiting, timeout=min(left, _ALIKE_S))
+            return
+        await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _failures(calls: Calls) -> dict[int, BaseException]:
+    """What each call that failed raised, or returned where its result is its fate."""
+    failures = {}
+    for rank, call in calls.items():
+        if call.done() and not call.cancelled():
+            error = call.exception() or call.result()
+            if isinstance(error, BaseException):
+                failures[rank] = error
+    return failures
+
+
+def _readable(method: str, args: tuple[Any, ...]) -> str:
+    """A call on all ranks, for messages: the capture protocol's own method and entry rather than `capture`."""
+    return " ".join(str(part) for part in args if isinstance(part, (str, CaptureEntry))) or method
+
+
+async def _await(ref: Any) -> Any:
+    return await ref
+
+
+async def _fate(ref: Any) -> BaseException | None:
+    """How a rank's loop ended: `None` when it was stopped."""
+    try:
+        await ref
+    except Exception as error:
+        return error
+    return None

@@ -109,20 +109,27 @@ class GraphRunner:
     def num_bytes(self, entry: CaptureEntry) -> int:
         return self._graphs[entry].num_bytes
 
-    def replay(self, entry: CaptureEntry, values: Mapping[str, torch.Tensor], num_due: int) -> torch.Tensor:
+    def replay(
+        self,
+        entry: CaptureEntry,
+        values: Mapping[str, torch.Tensor],
+        num_due: int,
+        on_host: Mapping[str, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """Copy in, pad, replay, slice out; collective over all ranks, which replay the same entry.
 
         Args:
             entry: which graph; equal on every rank.
             values: this rank's inputs, at most as many rows as the entry has; none at all on an idle rank.
             num_due: rows of the output that carry a result.
+            on_host: the same inputs on the host, for what the host does before the step; unset: `values` are there.
 
         Raises:
             GeometryError: there is no such graph.
         """
         if entry not in self._graphs:
             raise GeometryError(f"rank {self._rank} has no graph {entry}")
-        self._take(entry, values)
+        self._take(entry, values, on_host)
         return self._graphs[entry].replay()[:num_due]
 
     def run_padded(self, entry: CaptureEntry, values: Mapping[str, torch.Tensor], num_due: int) -> torch.Tensor:
@@ -135,10 +142,15 @@ class GraphRunner:
         self._take(entry, {})
         return lambda: self._step_on_views(entry)
 
-    def _take(self, entry: CaptureEntry, values: Mapping[str, torch.Tensor]) -> None:
+    def _take(
+        self,
+        entry: CaptureEntry,
+        values: Mapping[str, torch.Tensor],
+        on_host: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         """Copy a step's inputs in, pad them, and do what the host has to before they run."""
         self.buffers.fill(self.buffers.views(self.sizes(entry)), values)
-        self._prepare(entry, values)
+        self._prepare(entry, values if on_host is None else on_host)
 
     def _step_on_views(self, entry: CaptureEntry) -> torch.Tensor:
         return self._step(self.buffers.views(self.sizes(entry)), self.geometry(entry), entry)

@@ -37,6 +37,7 @@ IDLE, PREFILL, DECODE = BatchKind.IDLE, BatchKind.PREFILL, BatchKind.DECODE
 
 def proposal(kind: BatchKind = IDLE, num_tokens: int = 0, **others: int) -> Proposal:
     fields = {"state_digest": 1, "step": 5, "num_due": num_tokens, "intake_bytes": 0, "wake_epoch": 3, "leave": 0}
+    fields["in_flight"] = 0
     return Proposal(kind=kind, num_tokens=num_tokens, **{**fields, **others})
 
 

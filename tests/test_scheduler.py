@@ -38,11 +38,17 @@ def token(key: int, position: int) -> int:
     return (31 * key + 7 * position) % (VOCAB_SIZE - 1)
 
 
+def run(under_test: Scheduler, batch: ScheduledBatch, results: list[int | str]) -> list[Completion]:
+    """The batch is launched and comes back before the next one is scheduled."""
+    under_test.launch(batch)
+    return under_test.resolve(batch, results)
+
+
 def step(under_test: Scheduler) -> tuple[ScheduledBatch, list[Completion]]:
-    """Schedule, run and update once, with the checks that hold for every step."""
+    """Schedule and run once."""
     batch = under_test.schedule()
     due = [piece.sequence for piece in batch.slices if piece.reaches_end]
-    completions = under_test.update(batch, [token(sequence.request.key, len(sequence.token_ids)) for sequence in due])
+    completions = run(under_test, batch, [token(sequence.request.key, len(sequence.token_ids)) for sequence in due])
     return batch, completions
 
 
@@ -73,7 +79,7 @@ def test_a_prompt_longer_than_a_chunk_is_prefilled_over_several_steps():
         batch = under_test.schedule()
         [piece] = batch.slices
         steps.append((batch.kind, piece.num_tokens, piece.reaches_end))
-        under_test.update(batch, [5] if piece.reaches_end else [])
+        run(under_test, batch, [5] if piece.reaches_end else [])
     assert steps == [
         (BatchKind.PREFILL, 10, False),
         (BatchKind.PREFILL, 10, False),
@@ -158,7 +164,7 @@ def test_a_request_whose_step_failed_ends_alone():
     free = under_test.num_free_blocks
     for key in (1, 2):
         under_test.add(request(key, 3))
-    [failed] = under_test.update(under_test.schedule(), [token(1, 3), "the logits are bad"])
+    [failed] = run(under_test, under_test.schedule(), [token(1, 3), "the logits are bad"])
     assert (failed.key, failed.finish_reason, failed.error) == (2, "error", "the logits are bad")
     assert run_until_idle(under_test)[1].token_ids == expected_tokens(request(1, 3))
     assert under_test.num_free_blocks == free
@@ -168,7 +174,7 @@ def test_end_of_sequence_ends_a_request_unless_it_is_ignored():
     under_test = scheduler()
     under_test.add(request(1, 3, new_tokens=5))
     under_test.add(Request(2, (5,), SamplingParams(max_new_tokens=5, ignore_eos=True)))
-    [stopped] = under_test.update(under_test.schedule(), [EOS, EOS])
+    [stopped] = run(under_test, under_test.schedule(), [EOS, EOS])
     assert (stopped.key, stopped.token_ids, stopped.finish_reason) == (1, (EOS,), "stop")
     assert run_until_idle(under_test)[2].num_completion_tokens == 5
 
@@ -229,7 +235,7 @@ def test_all_requests_finish_whole_however_small_the_cache(sizes, chunk, running
             assert len(piece.sequence.blocks) * block_size >= piece.sequence.num_computed + piece.num_tokens
         assert under_test.num_running <= running
         due = [piece.sequence for piece in batch.slices if piece.reaches_end]
-        for completion in under_test.update(batch, [token(s.request.key, len(s.token_ids)) for s in due]):
+        for completion in run(under_test, batch, [token(s.request.key, len(s.token_ids)) for s in due]):
             assert completion.key not in finished
             finished[completion.key] = completion
         if len(finished) == len(requests):

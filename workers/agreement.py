@@ -106,6 +106,7 @@ class Proposal(NamedTuple):
         intake_bytes: encoded requests that this rank, a leader, has for those that share its batch.
         wake_epoch: the last wake-up call of the driver that this rank has seen.
         leave: 1 when this rank was told to leave the loop.
+        in_flight: 1 while tokens of this rank's last step have not come back yet.
     """
 
     state_digest: int
@@ -116,6 +117,7 @@ class Proposal(NamedTuple):
     intake_bytes: int
     wake_epoch: int
     leave: int
+    in_flight: int
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ class StepPlan:
         wake_epoch: the lowest wake-up call that some rank has seen. Ranks that all go idle wait for a higher one: a
             call that reached only some of them is on its way to the others.
         leave: all ranks leave the loop now.
+        in_flight: the last step of some rank has not come back yet, and may leave something to run.
     """
 
     step: int
@@ -146,11 +149,12 @@ class StepPlan:
     intake_bytes: tuple[int, ...]
     wake_epoch: int
     leave: bool
+    in_flight: bool
 
     @property
     def is_pause(self) -> bool:
         """Nothing to run and nothing to take in: all ranks wait for the driver together."""
-        return self.geometry is None and not any(self.intake_bytes) and not self.leave
+        return self.geometry is None and not (any(self.intake_bytes) or self.in_flight or self.leave)
 
 
 def choose_graph(
@@ -217,6 +221,7 @@ def derive_plan(proposals: list[Proposal], layout: Layout, capacity: int, graphs
         intake_bytes=tuple([leader.intake_bytes for leader in leaders]),
         wake_epoch=min([proposal.wake_epoch for proposal in proposals]),
         leave=any(proposal.leave for proposal in proposals),
+        in_flight=any(proposal.in_flight for proposal in proposals),
     )
 
 

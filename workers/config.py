@@ -44,13 +44,21 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         device: `cpu`, or `cuda` for one GPU a rank.
         prefill_backend: FlashInfer's kernels for eager steps on GPUs; results in docs/ were made with `fa2`.
         threads: CPU threads of a rank.
+        overlap: whether a rank schedules, agrees on and packs a step while the one before it runs, at the price of a
+            token computed in vain where a request ends at an end of sequence. Unset: on GPUs only, where it hides the
+            host's work; a CPU would wait for itself.
         step_timeout_s: the longest that ranks wait for each other inside a step before the pool is given up.
     """
 
     device: DeviceName = "cpu"
     prefill_backend: PrefillBackend = "fa2"
     threads: int = 1
+    overlap: bool | None = None
     step_timeout_s: float = 300.0
+
+    @property
+    def overlaps(self) -> bool:
+        return self.device == "cuda" if self.overlap is None else self.overlap
 
     def __post_init__(self) -> None:
         if self.threads < 1:

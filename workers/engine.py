@@ -79,6 +79,7 @@ class RankEngine:
         )
         self._host_group = dist.new_group(backend="gloo", timeout=self._timeout)
         self._sharing_group: dist.ProcessGroup | None = None
+        self._step_group: dist.ProcessGroup | None = None
         if layout.attn_tp_size > 1:
             for dp_rank in range(layout.dp_size):
                 ranks = list(layout.ranks_of(dp_rank))
@@ -88,7 +89,7 @@ class RankEngine:
                     self._sharing_group, self._step_group = host_group, step_group
         assert dist.group.WORLD is not None
         groups: dict[GroupName, dist.ProcessGroup] = {"ep": dist.group.WORLD}
-        if self._sharing_group is not None:
+        if self._step_group is not None:
             # Gathering a shared batch is part of a step; the agreement's own group must not advance with it.
             groups["attn_tp"] = self._step_group
         self._collectives = Collectives(groups)
@@ -131,16 +132,19 @@ class RankEngine:
             spec.eos_token_ids,
             self._decode() if spec.has_tokenizer else None,
         )
+        leader = layout.leader(layout.dp_rank(self.rank))
         self._loop = StepLoop(
             self.rank,
             layout,
             scheduler,
             Agreement(self._host_group, layout),
             StateReader(config, facts, self.graphs),
-            StepExecutor(target, self.graphs, counts),
+            StepExecutor(target, self.graphs, counts, leader, self.rank == leader, self._step_group),
             self.inbox,
             self.outbox,
             self._sharing_group,
+            config.worker.overlaps,
+            config.worker.step_timeout_s,
         )
         return LoadReport(
             rank=self.rank,

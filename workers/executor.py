@@ -1,13 +1,50 @@
-"""Running a planned step on one rank: replay the graph that all ranks replay, or run eagerly as all do."""
+"""Running a planned step on one rank: replay the graph that all ranks replay, or run eagerly as all do.
+
+A step is launched, and its tokens are waited for later: on a GPU the next step can be made ready meanwhile. What the
+next step needs of them stays on the device.
+"""
+
+import time
 
 import torch
+import torch.distributed as dist
 
 from ..dispatch.counts import CountTensors
+from ..dispatch.errors import RankError
 from ..graphs.lockstep import LockstepRank
 from .agreement import StepPlan
-from .inputs import dummy, pack
+from .inputs import PackedStep, dummy, pack
 from .model import TargetModel
+from .sampler import sample
 from .scheduler import ScheduledBatch
+
+_POLL_S = 20e-6
+
+
+class SampledTokens:
+    """Tokens of a launched step, on their way to the host.
+
+    Args:
+        tokens_N: `[N]` int64 on the host; on a GPU their copy may be under way.
+        copied: set once it is not; `None` where there was nothing to copy.
+    """
+
+    def __init__(self, tokens_N: torch.Tensor, copied: torch.cuda.Event | None):
+        self._tokens_N = tokens_N
+        self._copied = copied
+
+    def wait(self, timeout_s: float) -> list[int]:
+        """The tokens.
+
+        Raises:
+            RankError: the device has not finished in time, because it waits for another rank most likely.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._copied is not None and not self._copied.query():
+            if time.monotonic() > deadline:
+                raise RankError(f"a step on this rank's GPU timed out after worker.step_timeout_s={timeout_s:g}")
+            time.sleep(_POLL_S)
+        return self._tokens_N.tolist()
 
 
 class StepExecutor:
@@ -17,31 +54,71 @@ class StepExecutor:
         model: with its cache.
         graphs: the committed graphs of this rank.
         counts: where kernels read the step's token counts.
+        leader: the rank whose tokens all ranks that share its batch take.
+        is_leader: whether this is that rank.
+        sharing_group: process group of those ranks; `None` when there is only one.
     """
 
-    def __init__(self, model: TargetModel, graphs: LockstepRank, counts: CountTensors):
+    def __init__(
+        self,
+        model: TargetModel,
+        graphs: LockstepRank,
+        counts: CountTensors,
+        leader: int,
+        is_leader: bool,
+        sharing_group: dist.ProcessGroup | None,
+    ):
         self._model = model
         self._graphs = graphs
         self._counts = counts
+        self._leader = leader
+        self._is_leader = is_leader
+        self._sharing_group = sharing_group
+        self._tokens_N = torch.empty(0, dtype=torch.int64, device=model.device)
 
     @torch.inference_mode()
-    def run(self, batch: ScheduledBatch, plan: StepPlan) -> torch.Tensor:
-        """Run the step. Every rank calls it in every step, an idle one with an empty batch.
+    def run(self, batch: ScheduledBatch, plan: StepPlan) -> SampledTokens:
+        """Launch the step. Every rank calls it in every step, an idle one with an empty batch.
 
         Args:
-            batch: what this DP rank scheduled.
+            batch: what this DP rank scheduled. Tokens whose values are not known yet are the last step's.
             plan: equal on every rank; has a geometry.
 
         Returns:
-            `[N, V]` logits of the `N` slices that reach the end of their sequence, in order.
+            The next tokens of the slices that reach the end of their sequence, in order.
         """
+        logits_NV = self._logits(batch, plan)
+        self._tokens_N = self._sample(batch, logits_NV)
+        if not self._tokens_N.is_cuda:
+            return SampledTokens(self._tokens_N, None)
+        on_host = torch.empty(self._tokens_N.shape, dtype=torch.int64, pin_memory=True)
+        on_host.copy_(self._tokens_N, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return SampledTokens(on_host, copied)
+
+    def _logits(self, batch: ScheduledBatch, plan: StepPlan) -> torch.Tensor:
+        """`[N, V]` logits of the slices that reach the end of their sequence."""
         assert plan.geometry is not None
         self._counts.fill(plan.geometry, plan.num_due_per_dp_rank)
-        inputs = pack(batch, self._model.cache.block_size)
+        packed = pack(batch, self._model.cache.block_size, pin=self._model.device.type == "cuda")
+        if plan.graph is None and not batch.slices:
+            packed = PackedStep.of(dummy())
+        inputs = packed.on(self._model.device, self._tokens_N)
         if plan.graph is not None:
             self._graphs.count_replay(plan.graph)
-            return self._graphs.runners[plan.graph.kind].replay(plan.graph, inputs.values(), batch.num_due)
+            runner = self._graphs.runners[plan.graph.kind]
+            return runner.replay(plan.graph, inputs.values(), batch.num_due, packed.inputs.values())
         self._graphs.count_eager(plan.eager_reason or "")
-        if not batch.slices:
-            inputs = dummy()
-        return self._model.forward(inputs, plan.geometry)[: batch.num_due]
+        return self._model.forward(inputs, plan.geometry, on_host=packed.inputs)[: batch.num_due]
+
+    def _sample(self, batch: ScheduledBatch, logits_NV: torch.Tensor) -> torch.Tensor:
+        """The leader's tokens, on every rank that shares the batch: two ranks must never continue differently."""
+        sequences = [piece.sequence for piece in batch.slices if piece.reaches_end]
+        if self._sharing_group is None or not sequences:
+            return sample(logits_NV, sequences)
+        tokens_N = torch.empty(len(sequences), dtype=torch.int64, device=logits_NV.device)
+        if self._is_leader:
+            tokens_N = sample(logits_NV, sequences)
+        dist.broadcast(tokens_N, src=self._leader, group=self._sharing_group)
+        return tokens_N

@@ -35,22 +35,29 @@ class TargetModel:
         self.model = model
         self.cache = cache
         self.attention = attention
+        self.device = device
         self._exchange = exchange
-        self._device = device
 
-    def forward(self, inputs: StepInputs, geometry: StepGeometry, entry: CaptureEntry | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        inputs: StepInputs,
+        geometry: StepGeometry,
+        entry: CaptureEntry | None = None,
+        on_host: StepInputs | None = None,
+    ) -> torch.Tensor:
         """Run the step. Every rank calls it in every step, an idle one with a dummy token or on padding alone.
 
         Args:
-            inputs: of this rank's batch; as many tokens as the geometry says. On the host for an eager step.
+            inputs: of this rank's batch; as many tokens as the geometry says.
             geometry: of the step, equal on every rank.
             entry: the graph that the step belongs to, whose static buffers the inputs are; `None` for an eager step.
+            on_host: the same inputs on the host, where attention plans an eager step; unset: `inputs` are there.
 
         Returns:
             `[N, V]` logits of the due rows, in order.
         """
-        paged = self.attention.batch(inputs, entry)
-        inputs = inputs.to(self._device)
+        paged = self.attention.batch(inputs if on_host is None else on_host, entry)
+        inputs = inputs.to(self.device)
         self._exchange.begin_step(geometry, inputs.num_valid_tokens)
         output = self.model(
             input_ids=inputs.input_ids.unsqueeze(0),

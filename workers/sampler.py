@@ -2,7 +2,7 @@
 
 Each draw takes one uniform number from Philox, a counter-based generator keyed by the seed with the position as its
 counter, and inverts the cumulative distribution in vocabulary order. So any rank can draw any token of any request, in
-any batch, again after a preemption or a restart.
+any batch, again after a preemption or a restart. Nothing is read back from the device.
 """
 
 import numpy
@@ -10,47 +10,70 @@ import torch
 
 from .sequence import Sequence
 
+NOT_FINITE = -1
+"""Stands for a token where the logits of a row are not finite."""
 
-def sample(logits_NV: torch.Tensor, sequences: list[Sequence]) -> list[int | str]:
-    """The next token of each sequence, or a message where its logits are not finite.
+
+def sample(logits_NV: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+    """The next token of each sequence.
 
     Args:
         logits_NV: `[N, V]`, one row a sequence, any float dtype.
-        sequences: the `N` sequences.
+        sequences: the `N` sequences, before the step that yields the token is counted as launched.
+
+    Returns:
+        `[N]` int64 on the device of the logits; `NOT_FINITE` where a row holds a number that is not finite.
     """
     if not sequences:
-        return []
-    greedy = logits_NV.argmax(dim=-1).tolist()
-    finite = torch.isfinite(logits_NV).all(dim=-1).tolist()
-    results: list[int | str] = []
-    for row, sequence in enumerate(sequences):
-        if not finite[row]:
-            results.append(f"the model's logits are not finite after {len(sequence.token_ids)} tokens")
-        elif sequence.request.sampling.temperature == 0.0:
-            results.append(greedy[row])
-        else:
-            results.append(_draw(logits_NV[row], sequence))
-    return results
+        return torch.empty(0, dtype=torch.int64, device=logits_NV.device)
+    tokens_N = logits_NV.argmax(dim=-1)
+    drawn = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.temperature > 0.0]
+    if drawn:
+        rows = to_device(drawn, torch.int64, logits_NV.device)
+        tokens_N[rows] = _draw(logits_NV[rows], [sequences[row] for row in drawn])
+    return torch.where(torch.isfinite(logits_NV).all(dim=-1), tokens_N, NOT_FINITE)
 
 
-def _draw(logits_V: torch.Tensor, sequence: Sequence) -> int:
-    sampling = sequence.request.sampling
-    assert sampling.seed is not None, "the driver gives every sampled request a seed"
-    logits = logits_V.double()
-    if 0 < sampling.top_k < logits.numel():
-        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], float("-inf"))
+def _draw(logits_MV: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+    """`[M]` tokens drawn from `[M, V]` logits, each by its sequence's own settings, seed and position."""
+    sampling, vocab_size, device = [one.request.sampling for one in sequences], logits_MV.shape[1], logits_MV.device
+
+    def column(values: list[float]) -> torch.Tensor:
+        return to_device(values, torch.float64, device).unsqueeze(1)
+
+    # Rows that are not finite are sorted out by the caller; here they must only not disturb.
+    logits_MV = logits_MV.double().nan_to_num()
+    if any(0 < one.top_k < vocab_size for one in sampling):
+        kept = [min(one.top_k or vocab_size, vocab_size) - 1 for one in sampling]
+        descending_MV = logits_MV.sort(dim=-1, descending=True).values
+        least_M1 = descending_MV.gather(1, to_device(kept, torch.int64, device).unsqueeze(1))
+        logits_MV = logits_MV.masked_fill(logits_MV < least_M1, float("-inf"))
     # Relative to the largest: a tiny temperature must not overflow it.
-    probabilities = torch.softmax((logits - logits.max()) / sampling.temperature, dim=-1)
-    if sampling.top_p < 1.0:
-        descending, order = probabilities.sort(descending=True, stable=True)
-        beyond = descending.cumsum(dim=-1) - descending >= sampling.top_p
-        probabilities[order[beyond]] = 0.0
-    cumulative = probabilities.cumsum(dim=-1)
-    drawn = uniform(sampling.seed, sequence.num_generated) * cumulative[-1].item()
-    index = int(torch.searchsorted(cumulative, drawn, right=True))
-    return index if index < logits.numel() else int(probabilities.argmax())
+    largest_M1 = logits_MV.max(dim=-1, keepdim=True).values
+    weights_MV = torch.softmax((logits_MV - largest_M1) / column([one.temperature for one in sampling]), dim=-1)
+    if any(one.top_p < 1.0 for one in sampling):
+        descending_MV, order_MV = weights_MV.sort(dim=-1, descending=True, stable=True)
+        shares_M1 = column([one.top_p if one.top_p < 1.0 else float("inf") for one in sampling])
+        beyond_MV = descending_MV.cumsum(dim=-1) - descending_MV >= shares_M1
+        weights_MV = weights_MV.scatter(1, order_MV, descending_MV.masked_fill(beyond_MV, 0.0))
+    cumulative_MV = weights_MV.cumsum(dim=-1)
+    uniform_M1 = column([_uniform_of(sequence) for sequence in sequences])
+    index_M = torch.searchsorted(cumulative_MV, uniform_M1 * cumulative_MV[:, -1:], right=True)[:, 0]
+    return torch.where(index_M < vocab_size, index_M, weights_MV.argmax(dim=-1))
+
+
+def _uniform_of(sequence: Sequence) -> float:
+    seed = sequence.request.sampling.seed
+    assert seed is not None, "the driver gives every sampled request a seed"
+    return uniform(seed, sequence.num_generated)
 
 
 def uniform(seed: int, position: int) -> float:
     """The uniform number in [0, 1) of one position of a seeded request."""
     return numpy.random.Generator(numpy.random.Philox(key=seed, counter=position)).random()
+
+
+def to_device(values: list[int] | list[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A small list on a device, without waiting for what runs there."""
+    on_gpu = device.type == "cuda"
+    return torch.tensor(values, dtype=dtype, pin_memory=on_gpu).to(device, non_blocking=on_gpu)

@@ -5,11 +5,15 @@ waiting request is admitted, first come first served, when fewer than `max_runni
 blocks for all its tokens. When a decoding request needs a block and none is free, the youngest running request gives up
 its blocks and goes back to the head of the queue with the tokens it has; they are prefilled again, nothing is lost.
 
+A batch may be launched before the one before it has come back: requests then go on with tokens whose values are not
+known yet, and one that turns out to have ended is dropped from what comes back later.
+
 The scheduler is a function of the requests it was given and the tokens that came back: ranks that share a batch run
 identical ones.
 """
 
 import enum
+import itertools
 from collections import deque
 from dataclasses import dataclass
 
@@ -27,15 +31,21 @@ class BatchKind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Slice:
-    """The next `num_tokens` uncomputed tokens of a sequence."""
+    """The next `num_tokens` uncomputed tokens of a sequence.
+
+    Attributes:
+        sequence: whose.
+        num_tokens: how many.
+        reaches_end: whether the step yields the sequence's next token; a chunk in the middle of a prompt does not.
+    """
 
     sequence: Sequence
     num_tokens: int
+    reaches_end: bool
 
-    @property
-    def reaches_end(self) -> bool:
-        """Whether the step yields the sequence's next token; a chunk in the middle of a prompt does not."""
-        return self.num_tokens == self.sequence.num_uncomputed
+    @classmethod
+    def of(cls, sequence: Sequence, num_tokens: int) -> "Slice":
+        return cls(sequence, num_tokens, num_tokens == sequence.num_uncomputed)
 
 
 @dataclass(frozen=True)
@@ -117,34 +127,40 @@ class Scheduler:
                 return
 
     def schedule(self) -> ScheduledBatch:
-        """The next batch; its blocks are allocated. Without an `update`, the next call returns it again."""
+        """The next batch; its blocks are allocated. Until it is launched, the next call returns it again."""
         slices = self._prefill_slices()
         if slices:
             return ScheduledBatch(BatchKind.PREFILL, tuple(slices))
         self._make_room_to_decode()
-        if self._running:
-            return ScheduledBatch(BatchKind.DECODE, tuple(Slice(sequence, 1) for sequence in self._running))
-        return ScheduledBatch(BatchKind.IDLE)
+        decoding = tuple([Slice(sequence, 1, True) for sequence in self._running if not sequence.is_full])
+        return ScheduledBatch(BatchKind.DECODE, decoding) if decoding else ScheduledBatch(BatchKind.IDLE)
 
-    def update(self, batch: ScheduledBatch, next_token_ids: list[int | str]) -> list[Completion]:
-        """Take the results of a batch in.
+    def launch(self, batch: ScheduledBatch) -> None:
+        """The batch is under way: the next `schedule` goes on from where it will end.
 
         Args:
-            batch: what `schedule` returned.
+            batch: what `schedule` returned; batches come back through `resolve` in the order they are launched.
+        """
+        rows = itertools.count()
+        for piece in batch.slices:
+            piece.sequence.launch(piece.num_tokens, next(rows) if piece.reaches_end else None)
+
+    def resolve(self, batch: ScheduledBatch, next_token_ids: list[int | str]) -> list[Completion]:
+        """Take the results of the oldest batch under way in.
+
+        Args:
+            batch: what was launched.
             next_token_ids: for each slice that reaches the end of its sequence, in order, the sampled token, or a
                 message where this request failed; it fails alone.
 
         Returns:
             Completions of the requests that ended.
         """
-        results = iter(next_token_ids)
+        due = [piece.sequence for piece in batch.slices if piece.reaches_end]
         completions = []
-        for piece in batch.slices:
-            sequence, reaches_end = piece.sequence, piece.reaches_end
-            sequence.num_computed += piece.num_tokens
-            if not reaches_end:
+        for sequence, result in zip(due, next_token_ids, strict=True):
+            if sequence.is_over:
                 continue
-            result = next(results)
             if isinstance(result, str):
                 completions.append(sequence.completion("error", result))
                 self._remove(sequence)
@@ -160,31 +176,36 @@ class Scheduler:
         slices = []
         for sequence in self._running:
             if sequence.num_uncomputed > 1 and budget > 0:
-                slices.append(Slice(sequence, min(budget, sequence.num_uncomputed)))
+                slices.append(Slice.of(sequence, min(budget, sequence.num_uncomputed)))
                 budget -= slices[-1].num_tokens
         while budget > 0 and self._waiting and len(self._running) < self._limits.max_running_requests:
             sequence = self._waiting[0]
             if self._prefills_whole and sequence.num_uncomputed > budget:
                 break
-            if not self._allocator.grow(sequence.blocks, len(sequence.token_ids)):
+            if not self._allocator.grow(sequence.blocks, sequence.num_tokens):
                 break
             self._running.append(self._waiting.popleft())
-            slices.append(Slice(sequence, min(budget, sequence.num_uncomputed)))
+            slices.append(Slice.of(sequence, min(budget, sequence.num_uncomputed)))
             budget -= slices[-1].num_tokens
         return slices
 
     def _make_room_to_decode(self) -> None:
-        for sequence in list(self._running):
-            while sequence in self._running and not self._allocator.grow(sequence.blocks, len(sequence.token_ids)):
+        for sequence in [sequence for sequence in self._running if not sequence.is_full]:
+            while sequence in self._running and not self._allocator.grow(sequence.blocks, sequence.num_tokens):
                 self._preempt(self._running[-1])
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._remove(sequence)
+        self._withdraw(sequence)
         sequence.num_computed = 0
         self._waiting.appendleft(sequence)
         self.num_preemptions += 1
 
     def _remove(self, sequence: Sequence) -> None:
+        self._withdraw(sequence)
+        sequence.is_over = True
+
+    def _withdraw(self, sequence: Sequence) -> None:
+        """Out of its queue and its blocks: steps under way still write these, but before any step that is to come."""
         self._allocator.release(sequence.blocks)
         (self._running if sequence in self._running else self._waiting).remove(sequence)
 

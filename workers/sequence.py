@@ -1,4 +1,8 @@
-"""One request as a DP rank runs it: its tokens, how many of them are cached, and when it is over."""
+"""One request as a DP rank runs it: its tokens, how many of them are cached, and when it is over.
+
+A step is launched before the tokens of the one before it have come back from the device, so a sequence may own tokens
+that are sampled and not yet known: they count, and only their values are missing.
+"""
 
 from collections.abc import Callable
 
@@ -15,12 +19,23 @@ class Sequence:
         request: what was asked.
         max_length: prompt and completion tokens together, at most.
         decode: the tokenizer's decoding, `None` where the model folder carries no tokenizer.
+
+    Attributes:
+        token_ids: prompt and completion, as far as their values are known.
+        num_computed: tokens whose keys and values are cached, by the steps launched so far.
+        num_pending: tokens that steps under way sample.
+        pending_row: where the last of them is among the tokens that its step samples.
+        blocks: KV blocks that it holds.
+        is_over: finished or dropped; what steps under way still sample for it is of no use.
     """
 
     def __init__(self, request: Request, max_length: int, decode: Decode | None):
         self.request = request
         self.token_ids = list(request.prompt_token_ids)
         self.num_computed = 0
+        self.num_pending = 0
+        self.pending_row = 0
+        self.is_over = False
         self.blocks: list[int] = []
         self._max_length = max_length
         self._decode = decode
@@ -30,22 +45,41 @@ class Sequence:
         return len(self.request.prompt_token_ids)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens, those under way included."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
     def num_generated(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        return self.num_tokens - self.num_prompt_tokens
 
     @property
     def num_uncomputed(self) -> int:
-        return len(self.token_ids) - self.num_computed
+        return self.num_tokens - self.num_computed
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has all tokens it may have, those under way included: nothing is left to run for it."""
+        return self.num_generated >= self.request.sampling.max_new_tokens or self.num_tokens >= self._max_length
+
+    def launch(self, num_tokens: int, row: int | None) -> None:
+        """A step that computes the next `num_tokens` was launched; it samples one more as its `row`, if it does."""
+        self.num_computed += num_tokens
+        if row is not None:
+            self.num_pending += 1
+            self.pending_row = row
 
     def append(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
-        """Add a generated token; returns the reason if it ends the request."""
+        """The oldest token under way has become known; returns the reason if it ends the request."""
+        self.num_pending -= 1
         self.token_ids.append(token_id)
+        num_known = len(self.token_ids)
         sampling = self.request.sampling
         if token_id in eos_token_ids and not sampling.ignore_eos:
             return "stop"
         if sampling.stop and self._stop_position(self._text()) is not None:
             return "stop"
-        if self.num_generated >= sampling.max_new_tokens or len(self.token_ids) >= self._max_length:
+        if num_known - self.num_prompt_tokens >= sampling.max_new_tokens or num_known >= self._max_length:
             return "length"
         return None
 

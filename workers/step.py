@@ -1,6 +1,11 @@
-"""The loop of one rank: take in, schedule, agree, run, sample, hand out. One agreement, one plan, one forward."""
+"""The loop of one rank: take in, schedule, agree, launch, hand out. One agreement, one plan, one forward.
+
+With overlap, the tokens of a step are waited for after the next one has been launched: scheduling, agreement and
+packing happen while the device runs. Otherwise they are waited for at once.
+"""
 
 import time
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -8,13 +13,20 @@ import torch.distributed as dist
 
 from ..dispatch.layout import Layout
 from .agreement import Agreement, Proposal, StateReader, StepPlan
-from .executor import StepExecutor
+from .executor import SampledTokens, StepExecutor
 from .mailbox import Inbox, Intake, Outbox
 from .request import Completion, RankStats
-from .sampler import sample
+from .sampler import NOT_FINITE
 from .scheduler import BatchKind, ScheduledBatch, Scheduler
+from .sequence import Sequence
 
-_FAILED = -1
+
+@dataclass(frozen=True)
+class _Launched:
+    """A step under way."""
+
+    batch: ScheduledBatch
+    tokens: SampledTokens
 
 
 class StepLoop:
@@ -30,6 +42,8 @@ class StepLoop:
         inbox: where requests come from; those of a DP rank come to its leader.
         outbox: where completions go; read at the leader.
         sharing_group: a Gloo group of the ranks that share this rank's batch; `None` when it shares it with none.
+        overlap: whether a step is launched before the one before it has come back; equal on every rank.
+        step_timeout_s: how long a launched step may take.
     """
 
     def __init__(
@@ -43,6 +57,8 @@ class StepLoop:
         inbox: Inbox,
         outbox: Outbox,
         sharing_group: dist.ProcessGroup | None,
+        overlap: bool,
+        step_timeout_s: float,
     ):
         self._dp_rank = layout.dp_rank(rank)
         self._leader = layout.leader(self._dp_rank)
@@ -54,6 +70,9 @@ class StepLoop:
         self._inbox = inbox
         self._outbox = outbox
         self._sharing_group = sharing_group
+        self._overlap = overlap
+        self._step_timeout_s = step_timeout_s
+        self._under_way: _Launched | None = None
         self._stats = RankStats(self._dp_rank)
         self._step = 0
 
@@ -78,12 +97,12 @@ class StepLoop:
                     intake_bytes=len(encoded),
                     wake_epoch=wake_epoch,
                     leave=int(leave),
+                    in_flight=int(self._under_way is not None),
                 ),
                 self._state,
             )
             self._step += 1
-            if plan.geometry is not None and not plan.leave:
-                self._run_step(batch, plan, started)
+            self._run_step(batch, plan, started)
             if plan.intake_bytes[self._dp_rank]:
                 self._accept(self._share_intake(encoded, plan.intake_bytes[self._dp_rank]))
             if plan.leave:
@@ -92,25 +111,29 @@ class StepLoop:
                 self._inbox.wait_beyond(plan.wake_epoch)
 
     def _run_step(self, batch: ScheduledBatch, plan: StepPlan, started: float) -> None:
-        model_started = time.perf_counter()
-        logits = self._executor.run(batch, plan)
-        model_seconds = time.perf_counter() - model_started
-        next_token_ids = self._sample(batch, logits)
-        completions = self._scheduler.update(batch, next_token_ids)
-        self._count(batch, plan, len(next_token_ids), model_seconds, time.perf_counter() - started)
-        self._hand_out(completions)
+        """Launch this step, if there is one, and take in what has come back."""
+        before, self._under_way = self._under_way, None
+        launches = plan.geometry is not None and not plan.leave
+        if launches:
+            model_started = time.perf_counter()
+            launched = _Launched(batch, self._executor.run(batch, plan))
+            self._scheduler.launch(batch)
+            self._count_launched(batch, plan, time.perf_counter() - model_started)
+            if self._overlap:
+                self._under_way = launched
+            else:
+                before = launched
+        if before is not None:
+            self._finish(before)
+        if launches and batch.kind is BatchKind.DECODE:
+            self._add(decode_seconds=time.perf_counter() - started)
 
-    def _sample(self, batch: ScheduledBatch, logits_NV: torch.Tensor) -> list[int | str]:
-        """The leader's tokens, on every rank that shares the batch: two ranks must never continue differently."""
-        sequences = [piece.sequence for piece in batch.slices if piece.reaches_end]
-        if self._sharing_group is None or not sequences:
-            return sample(logits_NV, sequences)
-        results = sample(logits_NV, sequences) if self._is_leader else []
-        tokens = torch.tensor(
-            [_FAILED if isinstance(result, str) else result for result in results] or [0] * len(sequences)
-        )
-        dist.broadcast(tokens, src=self._leader, group=self._sharing_group)
-        return results or ["failed on the leader" if token == _FAILED else token for token in tokens.tolist()]
+    def _finish(self, launched: _Launched) -> None:
+        tokens = launched.tokens.wait(self._step_timeout_s)
+        due = [piece.sequence for piece in launched.batch.slices if piece.reaches_end]
+        results = [_result(token, sequence) for token, sequence in zip(tokens, due, strict=True)]
+        self._add(generated_tokens=sum(not sequence.is_over for sequence in due))
+        self._hand_out(self._scheduler.resolve(launched.batch, results))
 
     def _accept(self, intake: Intake) -> None:
         refused = [self._scheduler.add(request) for request in intake.requests]
@@ -140,17 +163,22 @@ class StepLoop:
         )
         self._outbox.publish(completions, self._stats)
 
-    def _count(
-        self, batch: ScheduledBatch, plan: StepPlan, num_sampled: int, model_seconds: float, step_seconds: float
-    ) -> None:
-        stats, decodes = self._stats, batch.kind is BatchKind.DECODE
-        self._stats = msgspec.structs.replace(
-            stats,
-            steps=stats.steps + 1,
-            replayed_steps=stats.replayed_steps + (plan.graph is not None),
-            decode_steps=stats.decode_steps + decodes,
-            idle_steps=stats.idle_steps + (batch.kind is BatchKind.IDLE),
-            generated_tokens=stats.generated_tokens + num_sampled,
-            decode_seconds=stats.decode_seconds + (step_seconds if decodes else 0.0),
-            decode_model_seconds=stats.decode_model_seconds + (model_seconds if decodes else 0.0),
+    def _count_launched(self, batch: ScheduledBatch, plan: StepPlan, model_seconds: float) -> None:
+        decodes = batch.kind is BatchKind.DECODE
+        self._add(
+            steps=1,
+            replayed_steps=plan.graph is not None,
+            decode_steps=decodes,
+            idle_steps=batch.kind is BatchKind.IDLE,
+            decode_model_seconds=model_seconds if decodes else 0.0,
         )
+
+    def _add(self, **amounts: float) -> None:
+        sums = {name: getattr(self._stats, name) + amount for name, amount in amounts.items()}
+        self._stats = msgspec.structs.replace(self._stats, **sums)
+
+
+def _result(token: int, sequence: Sequence) -> int | str:
+    if token == NOT_FINITE:
+        return f"the model's logits are not finite after {len(sequence.token_ids)} tokens"
+    return token

@@ -113,7 +113,7 @@ def absent_expert_weights(names: Iterable[str], moe: Sequence[MoeShape]) -> list
     store stacks have no such names, and nothing is found here.
     """
     fewest = min(layer.num_experts for layer in moe)
-    num_experts = {number: layer.num_experts for layer in moe if (number := _layer_number(layer.name)) is not None}
+    num_experts = {_layer_number(layer.name): layer.num_experts for layer in moe}
     numbers: dict[tuple[str, str], set[int]] = {}
     for name in names:
         if match := re.match(r"(.*\bexperts\.)(\d+)(\..*)", name):

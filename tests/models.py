@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import torch
+from latent_moe import LatentMoeConfig
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     GptOssConfig,
+    HunYuanMoEV1Config,
     MixtralConfig,
     OlmoeConfig,
     PreTrainedConfig,
@@ -107,6 +109,32 @@ def _gpt_oss() -> PreTrainedConfig:
     )
 
 
+def _hunyuan_v1_moe() -> PreTrainedConfig:
+    """A list of experts a token, one number a layer; a router in float32, a shared expert."""
+    return HunYuanMoEV1Config(
+        num_hidden_layers=3,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        moe_topk=[1, 4, 2],
+        intermediate_size=32,
+        **COMMON,
+    )
+
+
+def _latent_moe() -> PreTrainedConfig:
+    return LatentMoeConfig(
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+        **COMMON,
+    )
+
+
 FAMILIES = {
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,
@@ -114,12 +142,14 @@ FAMILIES = {
     "deepseek_v3": _deepseek_v3,
     "gpt_oss": _gpt_oss,
 }
+# Families whose MoE layers are not all of one shape.
+LAYERS_DIFFER = {"hunyuan_v1_moe": _hunyuan_v1_moe, "test_latent_moe": _latent_moe}
 
 
 def save_random_model(family: str, folder: Path, max_shard_size: str = "400KB") -> None:
     """Write a random float32 checkpoint, in several shards; biases and sinks are random too, so that they count."""
     torch.manual_seed(len(family))
-    model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config({**FAMILIES, **LAYERS_DIFFER}[family](), dtype=torch.float32)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "bias" in name or "sinks" in name:
             torch.nn.init.normal_(tensor, std=0.2)

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import latent_moe  # noqa: F401  makes its family known in every rank's process
 import msgspec
 from expert_pool.cluster.config import PoolConfig, resolve
 from expert_pool.graphs.plan import plan_captures

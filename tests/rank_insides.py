@@ -82,24 +82,32 @@ class ScriptedInbox(Inbox):
         self.deliver(Intake(), wake_epoch + 1, leave=True)
 
 
-def requests_of(prompts: Sequence[Sequence[int]], new_tokens: int, first_key: int) -> list[Request]:
-    """Greedy requests that go on past an end of sequence."""
-    sampling = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+def requests_of(
+    prompts: Sequence[Sequence[int]], new_tokens: int, first_key: int, ignore_eos: bool = True
+) -> list[Request]:
+    """Greedy requests, which by default go on past an end of sequence."""
+    sampling = SamplingParams(max_new_tokens=new_tokens, ignore_eos=ignore_eos)
     return [Request(first_key + index, tuple(prompt), sampling) for index, prompt in enumerate(prompts)]
 
 
-def run_script(engine: RankEngine, arrivals: Sequence[dict[int, list[Sequence[int]]]], new_tokens: int) -> Generated:
+def run_script(
+    engine: RankEngine,
+    arrivals: Sequence[dict[int, list[Sequence[int]]]],
+    new_tokens: int,
+    ignore_eos: bool = True,
+) -> Generated:
     """Generate greedily on all ranks, prompts arriving as scripted; the loop ends when every rank is idle.
 
     Args:
         engine: of this rank.
         arrivals: for each DP rank, prompts by iteration. Keys number them through: DP rank by DP rank, in order.
         new_tokens: of each request.
+        ignore_eos: go on past an end of sequence.
     """
     layout, keys, mine = engine.config.layout, 0, {}
     for dp_rank, by_iteration in enumerate(arrivals):
         for iteration, prompts in sorted(by_iteration.items()):
-            requests = requests_of(prompts, new_tokens, first_key=keys)
+            requests = requests_of(prompts, new_tokens, keys, ignore_eos)
             keys += len(prompts)
             if engine.rank == layout.leader(dp_rank):
                 mine[iteration] = requests

@@ -39,6 +39,7 @@ SPEC = ModelSpec(
     dtype="float32",
     dtype_bytes=4,
     vocab_size=128,
+    hidden_size=64,
     context_length=512,
     eos_token_ids=(1,),
     attention=(AttentionShape(2, 16, 16, num_heads=4, scaling=0.25),),

@@ -20,11 +20,11 @@ from expert_pool.workers.kv_cache import PADDING_BLOCK
 from expert_pool.workers.request import Request, SamplingParams
 from expert_pool.workers.scheduler import BatchKind, ScheduledBatch, Slice
 from expert_pool.workers.sequence import Sequence as RunningSequence
-from models import VOCAB_SIZE
+from models import FAMILIES, VOCAB_SIZE
 from plain_ranks import RankGang
 from rank_insides import Generated, RanStep, collectives_of, dispatcher_of, run_script, target_of
 
-FULL_MATRIX = bool(os.environ.get("EXPERT_POOL_FULL_MATRIX"))
+FULL_MATRIX = os.environ.get("EXPERT_POOL_FULL_MATRIX") == "1"
 MAX_REQUESTS = 5
 VERIFY_TOKENS = 3
 PIECEWISE_TOKENS = 32
@@ -44,7 +44,14 @@ LAYOUTS = [
     (1, 1, "allgather"),
     *itertools.product((2, 4), (1, 2), ("allgather", "alltoall")),
 ]
-SAMPLE = [(1, 1, "allgather"), (2, 1, "alltoall"), (2, 2, "allgather"), (4, 1, "allgather"), (4, 2, "alltoall")]
+SAMPLE = [
+    ("qwen3_moe", (1, 1, "allgather")),
+    ("gpt_oss", (2, 1, "alltoall")),
+    ("qwen3_moe", (2, 2, "allgather")),
+    ("deepseek_v3", (4, 1, "allgather")),
+    ("qwen3_moe", (4, 2, "alltoall")),
+]
+CASES = list(itertools.product(FAMILIES, LAYOUTS)) if FULL_MATRIX else SAMPLE
 
 
 def config_of(model: str, ranks: int, attn_tp_size: int, dispatch: str, limits: Limits) -> PoolConfig:
@@ -60,11 +67,12 @@ def config_of(model: str, ranks: int, attn_tp_size: int, dispatch: str, limits: 
 
 @pytest.fixture(
     scope="module",
-    params=LAYOUTS if FULL_MATRIX else SAMPLE,
-    ids=lambda layout: f"{layout[0]}ranks-tp{layout[1]}-{layout[2]}",
+    params=CASES,
+    ids=lambda case: f"{case[0]}-{case[1][0]}ranks-tp{case[1][1]}-{case[1][2]}",
 )
 def gang(request: pytest.FixtureRequest, random_models: dict[str, str]) -> Iterator[RankGang]:
-    with RankGang(config_of(random_models["qwen3_moe"], *request.param, SPECULATIVE)) as ranks:
+    family, layout = request.param
+    with RankGang(config_of(random_models[family], *layout, SPECULATIVE)) as ranks:
         yield ranks
 
 

@@ -7,7 +7,7 @@ device, so that the loader never reads an expert that lives elsewhere.
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ..dispatch.errors import CheckpointError
 from ..dispatch.moe import ExpertParallelExperts, MoeExchange
 from .attention import ATTENTION_NAME, register_attention
 from .inspection import build_meta_model, expert_parallel_plan, read_config
-from .model_spec import ModelSpec
+from .model_spec import ModelSpec, MoeShape
 
 EP_IMPLEMENTATION_NAME = "expert_pool"
 EXPERTS_IMPLEMENTATION = "grouped_mm"
@@ -83,7 +83,7 @@ def check_weights(spec: ModelSpec) -> None:
         CheckpointError: a file is missing or truncated, or weights are missing or of the wrong shape.
     """
     slices = open_slices(spec.path)
-    if absent := absent_expert_weights(slices, min(layer.num_experts for layer in spec.moe)):
+    if absent := absent_expert_weights(slices, spec.moe):
         raise CheckpointError(f"model={spec.path!r}: {len(absent)} weight(s) missing: {_listed(absent)}")
     config = read_config(spec.path)
     model = build_meta_model(config, getattr(torch, spec.dtype))
@@ -104,12 +104,16 @@ def check_weights(spec: ModelSpec) -> None:
     refuse_incomplete(spec.path, loading_info.to_dict() | {"conversion_errors": loading_info.conversion_errors})
 
 
-def absent_expert_weights(names: Iterable[str], num_experts: int) -> list[str]:
+def absent_expert_weights(names: Iterable[str], moe: Sequence[MoeShape]) -> list[str]:
     """Names, as a file would spell them, of single experts' weights that are missing beside those that are there.
+
+    Layers may differ in their number of experts; a file may name them otherwise than the model, but numbers them alike.
 
     The loader stacks the experts of a layer, so its own report names the stack and not the expert. Checkpoints that
     store stacks have no such names, and nothing is found here.
     """
+    fewest = min(layer.num_experts for layer in moe)
+    num_experts = {_layer_number(layer.name): layer.num_experts for layer in moe}
     numbers: dict[tuple[str, str], set[int]] = {}
     for name in names:
         if match := re.match(r"(.*\bexperts\.)(\d+)(\..*)", name):
@@ -117,9 +121,14 @@ def absent_expert_weights(names: Iterable[str], num_experts: int) -> list[str]:
     return sorted(
         f"{prefix}{number}{suffix}"
         for (prefix, suffix), present in numbers.items()
-        for number in range(num_experts)
+        for number in range(num_experts.get(_layer_number(prefix), fewest))
         if number not in present
     )
+
+
+def _layer_number(name: str) -> int | None:
+    match = re.search(r"\.(\d+)\.", name)
+    return int(match[1]) if match else None
 
 
 def refuse_incomplete(path: str, loading_info: dict[str, Any]) -> None:

@@ -92,8 +92,10 @@ class DraftModel:
         self._rotary, self._norm = base.rotary_emb, base.norm
         self._layer_numbers = draft_layers(spec, num_layers)
         self._layers = [base.layers[number] for number in self._layer_numbers]
-        hidden_size, dtype = spec.moe[-1].hidden_size, getattr(torch, spec.dtype)
-        self._projection = torch.eye(hidden_size, dtype=dtype, device=self._embed.weight.device).repeat(1, 2).div_(2)
+        dtype = getattr(torch, spec.dtype)
+        self._projection = (
+            torch.eye(spec.hidden_size, dtype=dtype, device=self._embed.weight.device).repeat(1, 2).div_(2)
+        )
 
     @property
     def num_cache_bytes(self) -> int:

@@ -34,6 +34,7 @@ from .kv_cache import BlockAllocator, KvCache
 from .mailbox import Inbox, Outbox
 from .model import TargetModel
 from .rank_config import LoadReport, RankConfig
+from .same_code import require_same_code
 from .scheduler import Scheduler
 from .sequence import Decode
 from .step import StepLoop
@@ -63,12 +64,17 @@ class RankEngine:
         return self._store.port
 
     def join(self, host: str, port: int) -> None:
-        """Form the process groups over the rendezvous that rank 0 opened; collective over all ranks."""
+        """Form the process groups over the rendezvous that rank 0 opened; collective over all ranks.
+
+        Raises:
+            GeometryError: on every rank, when some of them run other code.
+        """
         layout, on_gpu = self.config.layout, self._device.type == "cuda"
         if on_gpu:
             torch.cuda.set_device(self._device)
         if self._store is None:
             self._store = dist.TCPStore(host, port, is_master=False, timeout=self._timeout)
+        require_same_code(self._store, self.rank, layout.world_size)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             store=self._store,

@@ -85,7 +85,7 @@ class RecordingMeans:
 def activation_bytes(config: RankConfig, entry: CaptureEntry) -> int:
     """A lower bound on what a step of this entry allocates: hidden states of a layer or two, and logits in float32."""
     spec = config.spec
-    hidden = max(layer.hidden_size for layer in spec.moe)
+    hidden = max(spec.hidden_size, *(layer.hidden_size for layer in spec.moe))
     return entry.num_tokens * (8 * hidden * spec.dtype_bytes + 4 * spec.vocab_size)
 
 
@@ -172,7 +172,7 @@ def _draft_specs(config: RankConfig, entries: list[CaptureEntry]) -> dict[str, B
         max_tables=max(e.num_tokens if KINDS[e.kind].attends_by == "token" else e.bucket for e in entries),
         max_blocks=-(-config.spec.context_length // config.block_size),
         num_steps=config.limits.speculative_num_steps or 1,
-        hidden_size=config.spec.moe[-1].hidden_size,
+        hidden_size=config.spec.hidden_size,
         dtype=getattr(torch, config.spec.dtype),
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from ..dispatch.errors import CheckpointError
@@ -112,6 +112,7 @@ def inspect_model(path: str, dtype: str | None = None) -> ModelSpec:
         dtype=str(torch_dtype).removeprefix("torch."),
         dtype_bytes=torch_dtype.itemsize,
         vocab_size=text_config.vocab_size,
+        hidden_size=model.get_input_embeddings().embedding_dim,
         context_length=text_config.max_position_embeddings,
         eos_token_ids=_eos_token_ids(path, config),
         attention=tuple(recorder.attention[layer] for layer in range(num_layers)),
@@ -123,7 +124,7 @@ def inspect_model(path: str, dtype: str | None = None) -> ModelSpec:
 
 
 def _refuse_unsupported_config(path: str, config: PreTrainedConfig) -> None:
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise CheckpointError(f"model={path!r}: the family {config.model_type!r} is not a causal language model")
     text_config = config.get_text_config()
     if not any(getattr(text_config, name, None) for name in _EXPERT_COUNT_NAMES):

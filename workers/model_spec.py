@@ -50,6 +50,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         dtype: of weights and computation, as PyTorch names it.
         dtype_bytes: bytes of one number of that dtype.
         vocab_size: rows of the embedding.
+        hidden_size: of the decoder; experts may work on narrower or wider rows, see `MoeShape`.
         context_length: the most tokens of a request, prompt and completion together.
         eos_token_ids: tokens that end a request.
         attention: KV row of each layer, in layer order.
@@ -64,6 +65,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     dtype: str
     dtype_bytes: int
     vocab_size: int
+    hidden_size: int
     context_length: int
     eos_token_ids: tuple[int, ...]
     attention: tuple[AttentionShape, ...]

@@ -8,10 +8,10 @@ import msgspec
 
 from ..dispatch.errors import ConfigError
 from ..dispatch.limits import DispatchKind, Limits
-from ..workers.config import DeviceName, DTypeName
+from ..workers.config import DeviceName, DTypeName, WeightsName
 from .config import PoolConfig, load_config
 
-_TOP_LEVEL = ("model", "ranks", "attn_tp_size", "dtype", "dispatch", "address")
+_TOP_LEVEL = ("model", "ranks", "attn_tp_size", "dtype", "weights", "dispatch", "address")
 
 
 class _Integers(click.ParamType):
@@ -45,6 +45,7 @@ _OPTIONS = [
     click.option("--ranks", type=int, help="Ranks; every layer's experts are divided over them."),
     click.option("--attn-tp-size", type=int, help="Ranks that share one batch."),
     click.option("--dtype", type=click.Choice(get_args(DTypeName)), help="Default: the checkpoint's."),
+    click.option("--weights", type=click.Choice(get_args(WeightsName)), help="random: only config.json is needed."),
     click.option("--dispatch", type=click.Choice(get_args(DispatchKind)), help="How tokens reach experts."),
     click.option("--device", type=click.Choice(get_args(DeviceName)), help="What ranks compute on. Default cpu."),
     click.option("--threads", type=int, help="CPU threads of a rank."),

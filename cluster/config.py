@@ -12,7 +12,7 @@ from ..dispatch.capacity import CAPACITY_VARIABLE, budget_problems
 from ..dispatch.errors import ConfigError
 from ..dispatch.layout import Layout
 from ..dispatch.limits import DispatchKind, ExpertsKind, Limits
-from ..workers.config import MAX_SECONDS, CacheConfig, DeviceName, DTypeName, WorkerConfig
+from ..workers.config import MAX_SECONDS, CacheConfig, DeviceName, DTypeName, WeightsName, WorkerConfig
 from ..workers.model_spec import ModelSpec
 from ..workers.rank_config import RankConfig
 
@@ -51,6 +51,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ranks: how many ranks; `dp_size * attn_tp_size`. Every layer's experts are divided over all of them.
         attn_tp_size: ranks that share one batch; `ranks / attn_tp_size` batches run side by side.
         dtype: of weights and computation; unset: the checkpoint's.
+        weights: `checkpoint`, or `random` to measure a pool with nothing but the model's `config.json`.
         dispatch: how tokens reach their experts.
         experts: what computes them; `auto` is PyTorch. `cutedsl` can be planned for, not launched yet.
         address: a Ray cluster; unset: the one this process is in or finds, else a local one that holds the ranks.
@@ -65,6 +66,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks: int = 1
     attn_tp_size: int = 1
     dtype: DTypeName | None = None
+    weights: WeightsName = "checkpoint"
     dispatch: DispatchKind = "auto"
     experts: ExpertsKind = "auto"
     address: str | None = None
@@ -180,6 +182,7 @@ def resolve_unchecked(config: PoolConfig, spec: ModelSpec) -> RankConfig:
         capacity=dispatch_capacity(limits, layout, dispatch, experts),
         block_size=block_size,
         num_blocks=num_blocks + 1,
+        weights=config.weights,
     )
 
 

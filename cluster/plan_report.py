@@ -1,6 +1,7 @@
 """What a pool would take, before anything is started: buffers, bounds and what decided them, graphs, and what fails."""
 
 import os
+from collections.abc import Callable
 
 import msgspec
 from rich.console import Console
@@ -207,7 +208,10 @@ def _graphs(config: RankConfig) -> tuple[PlannedGraphs, ...]:
 
 def _refusals(config: RankConfig) -> tuple[str, ...]:
     refusals = []
-    for check in (lambda: check_weights(config.spec), lambda: refuse_unbuilt(config.limits, config.experts)):
+    checks: list[Callable[[], None]] = [lambda: refuse_unbuilt(config.limits, config.experts)]
+    if config.weights == "checkpoint":
+        checks.insert(0, lambda: check_weights(config.spec))
+    for check in checks:
         try:
             check()
         except (CheckpointError, ConfigError) as error:

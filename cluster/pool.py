@@ -190,7 +190,8 @@ def validate(config: PoolConfig) -> RankConfig:
     spec = inspect_model(os.path.abspath(os.path.expanduser(config.model)), config.dtype)
     refuse_unbuilt(config.limits, config.experts)
     rank_config = resolve(config, spec)
-    check_weights(spec)
+    if config.weights == "checkpoint":
+        check_weights(spec)
     return rank_config
 
 

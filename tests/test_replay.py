@@ -110,13 +110,13 @@ def make_batch(engine: RankEngine, kind: str, count: int) -> ScheduledBatch:
         sequence = RunningSequence(Request(index, tokens, SamplingParams()), 512, None)
         sequence.num_computed = cached
         assert allocator.grow(sequence.blocks, len(tokens))
-        slices.append(Slice(sequence, length))
+        slices.append(Slice.of(sequence, length))
     return ScheduledBatch(BatchKind.PREFILL if kind == "piecewise" else BatchKind.DECODE, tuple(slices))
 
 
 def inputs_of(engine: RankEngine, kind: str, batch: ScheduledBatch) -> StepInputs:
     """As the executor packs it; a verification is due logits of every token."""
-    inputs = pack(batch, engine.config.block_size)
+    inputs = pack(batch, engine.config.block_size).inputs
     if kind == "target_verify":
         inputs = replace(inputs, due_rows=torch.arange(batch.num_tokens))
     return inputs

@@ -167,14 +167,10 @@ def load_sharded_model(
     Raises:
         CheckpointError: weights are missing or of the wrong shape.
     """
-    register_attention()
-    EPImplementationInterface.register(EP_IMPLEMENTATION_NAME, partial(ExpertParallelExperts, exchange=exchange))
-    config = read_config(spec.path)
-    model_class = type(build_meta_model(config, getattr(torch, spec.dtype)))
-    sharded_class = _with_expert_parallelism(model_class, ep_mesh, tp_mesh)
+    sharded_class = sharded_class_of(spec, exchange, ep_mesh, tp_mesh)
     model, loading_info = sharded_class.from_pretrained(
         None,
-        config=config,
+        config=read_config(spec.path),
         state_dict=open_slices(spec.path),
         dtype=getattr(torch, spec.dtype),
         attn_implementation=ATTENTION_NAME,
@@ -183,11 +179,26 @@ def load_sharded_model(
         output_loading_info=True,
     )
     refuse_incomplete(spec.path, loading_info)
+    keep_local_shards(model)
+    return model.eval().requires_grad_(False)
+
+
+def sharded_class_of(
+    spec: ModelSpec, exchange: MoeExchange, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh
+) -> type[PreTrainedModel]:
+    """The model's class, with its experts modules bound to `exchange`."""
+    register_attention()
+    EPImplementationInterface.register(EP_IMPLEMENTATION_NAME, partial(ExpertParallelExperts, exchange=exchange))
+    model_class = type(build_meta_model(read_config(spec.path), getattr(torch, spec.dtype)))
+    return _with_expert_parallelism(model_class, ep_mesh, tp_mesh)
+
+
+def keep_local_shards(model: PreTrainedModel) -> None:
+    """Plain tensors of this rank's own share in the place of distributed ones."""
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if isinstance(parameter, DTensor):
                 module._parameters[name] = torch.nn.Parameter(parameter.to_local(), requires_grad=False)
-    return model.eval().requires_grad_(False)
 
 
 def _with_expert_parallelism(

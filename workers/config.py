@@ -8,6 +8,7 @@ from ..dispatch.errors import ConfigError
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 DeviceName = Literal["cpu", "cuda"]
+WeightsName = Literal["checkpoint", "random"]
 PrefillBackend = Literal["fa2", "fa3", "auto"]
 
 

@@ -33,6 +33,7 @@ from .inspection import quiet_transformers
 from .kv_cache import BlockAllocator, KvCache
 from .mailbox import Inbox, Outbox
 from .model import TargetModel
+from .random_weights import make_random_model
 from .rank_config import LoadReport, RankConfig
 from .same_code import require_same_code
 from .scheduler import Scheduler
@@ -108,8 +109,10 @@ class RankEngine:
         exchange = MoeExchange(layout, self.rank, path, self._collectives)
         mesh = init_device_mesh("cpu", (layout.world_size, 1), mesh_dim_names=("ep", "tp"))
         peak_before, started = _peak_memory(), time.perf_counter()
-        model = load_sharded_model(spec, exchange, mesh["ep"], mesh["tp"])
-        model.to(self._device)
+        if config.weights == "random":
+            model = make_random_model(spec, exchange, mesh["ep"], mesh["tp"], self.rank, self._device)
+        else:
+            model = load_sharded_model(spec, exchange, mesh["ep"], mesh["tp"]).to(self._device)
         load_seconds, peak_after = time.perf_counter() - started, _peak_memory()
         own_experts = expert_bytes(model)
         dense_bytes = sum(parameter.nbytes for parameter in model.parameters()) - own_experts

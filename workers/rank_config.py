@@ -6,7 +6,7 @@ import msgspec
 
 from ..dispatch.layout import Layout
 from ..dispatch.limits import ExpertsKind, Limits
-from .config import WorkerConfig
+from .config import WeightsName, WorkerConfig
 from .model_spec import ModelSpec
 
 
@@ -23,6 +23,7 @@ class RankConfig(msgspec.Struct, frozen=True):
         capacity: the most rows one rank may dispatch in one step, resolved; not multiplied by `ep_size`.
         block_size: tokens of a KV block.
         num_blocks: KV blocks, the padding block included.
+        weights: where they come from.
     """
 
     spec: ModelSpec
@@ -34,6 +35,7 @@ class RankConfig(msgspec.Struct, frozen=True):
     capacity: int
     block_size: int
     num_blocks: int
+    weights: WeightsName = "checkpoint"
 
     @property
     def digest(self) -> int:

@@ -16,12 +16,14 @@ from transformers import (
 )
 
 VOCAB_SIZE = 128
+# Hidden states stay within 4, and float32 logits within 2e-6 of those in float64, so that steps whose sums run in
+# another order can be compared within 1e-5. At twice the range they reach 20, and float32 alone errs by up to 1.6e-5.
 COMMON = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "num_attention_heads": 4,
     "max_position_embeddings": 512,
-    "initializer_range": 0.2,
+    "initializer_range": 0.1,
     "bos_token_id": 0,
     "pad_token_id": 0,
     "eos_token_id": 1,

@@ -12,6 +12,7 @@ from ..dispatch.capacity import CAPACITY_VARIABLE, budget_problems
 from ..dispatch.errors import ConfigError
 from ..dispatch.layout import Layout
 from ..dispatch.limits import DispatchKind, ExpertsKind, Limits
+from ..dispatch.pair_budget import CUTEDSL_SIZE_ALIGNMENT
 from ..workers.config import MAX_SECONDS, CacheConfig, DeviceName, DTypeName, WorkerConfig
 from ..workers.model_spec import ModelSpec
 from ..workers.rank_config import RankConfig
@@ -52,7 +53,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         attn_tp_size: ranks that share one batch; `ranks / attn_tp_size` batches run side by side.
         dtype: of weights and computation; unset: the checkpoint's.
         dispatch: how tokens reach their experts.
-        experts: what computes them; `auto` is PyTorch. `cutedsl` can be planned for, not launched yet.
+        experts: what computes them; `auto` is PyTorch. `cutedsl` is QuACK's grouped GEMM pair, on Hopper GPUs in bf16.
         address: a Ray cluster; unset: the one this process is in or finds, else a local one that holds the ranks.
             `local` always starts one.
         limits: bounds of a step.
@@ -190,24 +191,45 @@ def configuration_problems(config: RankConfig) -> tuple[str, ...]:
         config.spec.check_experts_divide(config.layout.world_size)
     except ConfigError as error:
         problems.append(str(error))
-    return (*problems, *budget_problems(config.limits, config.layout, config.dispatch, config.experts))
+    problems += budget_problems(config.limits, config.layout, config.dispatch, config.experts)
+    return (*problems, *(cutedsl_problems(config) if config.experts == "cutedsl" else ()))
 
 
-def refuse_unbuilt(limits: Limits, experts: ExpertsKind = "auto") -> None:
-    """Refuse what can be planned for but not launched yet.
+def cutedsl_problems(config: RankConfig) -> tuple[str, ...]:
+    """What of a model CuTe DSL experts cannot compute; the GPU itself is looked at by its rank."""
+    spec, instead = config.spec, "set experts to 'torch'"
+    if config.dispatch == "mega":
+        return ("experts='cutedsl' and dispatch='mega' both compute experts: set experts to 'auto'",)
+    problems = []
+    if spec.dtype != "bfloat16":
+        problems.append(f"experts='cutedsl' computes in bfloat16, the pool's dtype is {spec.dtype}: set dtype to it")
+    for reasons in dict.fromkeys(layer.unsupported_traits for layer in spec.moe if layer.unsupported_traits):
+        problems.append(f"experts='cutedsl' cannot run {spec.model_type}'s experts: {' and '.join(reasons)}; {instead}")
+    sizes = dict.fromkeys(size for layer in spec.moe for size in (layer.hidden_size, layer.intermediate_size))
+    uneven = [size for size in sizes if size % CUTEDSL_SIZE_ALIGNMENT]
+    if uneven and not problems:
+        problems.append(
+            f"experts='cutedsl' needs hidden and intermediate sizes that are multiples of {CUTEDSL_SIZE_ALIGNMENT}, "
+            f"{spec.model_type} has {', '.join(map(str, uneven))}: {instead}"
+        )
+    return tuple(problems)
+
+
+def refuse_unbuilt(limits: Limits, experts: ExpertsKind = "auto", device: DeviceName = "cuda") -> None:
+    """Refuse what can be planned for but not launched.
 
     Raises:
-        ConfigError: a role other than `none`, or CuTe DSL experts.
+        ConfigError: a role other than `none`, or CuTe DSL experts on CPUs.
     """
     if limits.disaggregation_mode != "none":
         raise ConfigError(
             f"limits.disaggregation_mode={limits.disaggregation_mode!r} can be planned for, not launched: pools that "
             "hand requests over to each other do not exist yet; set it to 'none'"
         )
-    if experts == "cutedsl":
+    if experts == "cutedsl" and device == "cpu":
         raise ConfigError(
-            "experts='cutedsl' can be planned for, not launched: ranks compute experts with PyTorch; "
-            "set experts to 'auto' or 'torch'"
+            "experts='cutedsl' does not run on worker.device='cpu', only on Hopper GPUs: "
+            "set experts to 'auto' or 'torch', or worker.device to 'cuda'"
         )
 
 

@@ -23,7 +23,7 @@ from ..dispatch.limits import ALL_TO_ALL_KINDS, Limits, step_widths
 from ..dispatch.workspace import flashinfer_workspace_bytes
 from ..graphs.plan import CaptureEntry, plan_captures
 from ..workers.checkpoint import check_weights
-from ..workers.exchange_sizes import budget_for, row_formats
+from ..workers.exchange_sizes import budget_for, pair_budget_for, row_formats
 from ..workers.graph_set import draft_cache, static_bytes
 from ..workers.inspection import inspect_model
 from ..workers.rank_config import RankConfig
@@ -137,18 +137,25 @@ def _buffers(config: RankConfig) -> tuple[PlannedBuffer, ...]:
     graph_bytes = static_bytes(config)
     if graph_bytes:
         buffers.append(PlannedBuffer("graph inputs", None, graph_bytes, "static buffers that all buckets share"))
-    if config.dispatch == "local":
-        return tuple(buffers)
-    formats = row_formats(spec)
     if config.dispatch == "flashinfer" or (config.dispatch == "alltoall" and config.experts == "cutedsl"):
-        buffers.append(_flashinfer_workspace(config, formats))
-    else:
+        buffers.append(_flashinfer_workspace(config, row_formats(spec)))
+    elif config.dispatch != "local":
         buffers += _exchange_buffers(config, budget_for(config))
-    if config.experts == "cutedsl":
-        rows = exchange_rows(config.layout, config.capacity)
-        num_bytes = rows * max(row_format.hidden_bytes for row_format in formats)
-        buffers.append(PlannedBuffer("expert outputs", rows, num_bytes, _rows_of(config, config.capacity)))
-    return tuple(buffers)
+    return (*buffers, *_pair_buffers(config))
+
+
+def _pair_buffers(config: RankConfig) -> list[PlannedBuffer]:
+    """Of CuTe DSL experts: every row that can reach a rank, with every expert that it can have there."""
+    budget = pair_budget_for(config)
+    if budget is None:
+        return []
+    made_of = f"{_rows_of(config, config.capacity)}, with every expert that a row can have there"
+    sizes = (
+        ("routing", budget.routing_bytes),
+        ("hidden", budget.hidden_bytes),
+        ("outputs", budget.output_bytes),
+    )
+    return [PlannedBuffer(f"experts: {name}", budget.num_pairs, num, made_of) for name, num in sizes]
 
 
 def _exchange_buffers(config: RankConfig, budget: ExchangeBudget) -> list[PlannedBuffer]:
@@ -207,7 +214,10 @@ def _graphs(config: RankConfig) -> tuple[PlannedGraphs, ...]:
 
 def _refusals(config: RankConfig) -> tuple[str, ...]:
     refusals = []
-    for check in (lambda: check_weights(config.spec), lambda: refuse_unbuilt(config.limits, config.experts)):
+    for check in (
+        lambda: check_weights(config.spec),
+        lambda: refuse_unbuilt(config.limits, config.experts, config.worker.device),
+    ):
         try:
             check()
         except (CheckpointError, ConfigError) as error:

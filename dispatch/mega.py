@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from .collectives import Collectives
 from .contract import INVALID_EXPERT_ID
-from .errors import ConfigError, GeometryError
+from .errors import GeometryError
+from .expert_checks import refuse_unsupported
 from .geometry import StepGeometry
 from .layout import Layout
 from .torch_experts import LocalExperts
@@ -34,6 +35,7 @@ class MegaExperts:
 
     name = "mega"
     expert_backend = "FlashInfer SM90 CuTe DSL mega kernel, bf16"
+    tuning = ""
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class MegaExperts:
         from flashinfer.moe_ep import BootstrapConfig, FleetParams, MegaConfig, MoEEpLayer, MoEWeightPack
         from flashinfer.moe_ep import Sm90_Bf16_Bf16_Bf16_PullCutedsl_MegaMoeConfig as Sm90Bf16
 
-        refuse_unsupported(experts, name)
+        refuse_unsupported(experts, name, "dispatch='mega'", "dispatch='flashinfer' or 'allgather'")
         w13, w2 = (getattr(experts, parameter) for parameter in ("gate_up_proj", "down_proj"))
         bootstrap = BootstrapConfig(
             world_size=self._layout.world_size,
@@ -83,6 +85,9 @@ class MegaExperts:
         for parameter in ("gate_up_proj", "down_proj"):
             weights = getattr(experts, parameter)
             weights.data = weights.data.new_empty(0)
+
+    def prepare(self, group: dist.ProcessGroup | None) -> None:
+        """Nothing more: `adopt` has built the kernels."""
 
     def run(
         self,
@@ -118,22 +123,3 @@ class MegaExperts:
                 topk_weights=expert_weights_TK.float().contiguous(),
             )
         )
-
-
-def refuse_unsupported(experts: torch.nn.Module, name: str) -> None:
-    """Refuse experts that the SM90 bf16 mega kernel does not compute, with the reason.
-
-    Raises:
-        ConfigError: another dtype, biases, a transposed or interleaved layout, no gate, or an activation but SiLU.
-    """
-    reasons = {
-        "they are not in bfloat16": getattr(experts, "gate_up_proj").dtype != torch.bfloat16,  # noqa: B009
-        "they have biases": bool(getattr(experts, "has_bias", False)),
-        "their weights are stored transposed": bool(getattr(experts, "is_transposed", False)),
-        "their gate and up projections are interleaved": not getattr(experts, "is_concatenated", True),
-        "they have no gate": not getattr(experts, "has_gate", True),
-        "their activation is not SiLU": "silu" not in type(getattr(experts, "act_fn", None)).__name__.lower(),
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise ConfigError(f"dispatch='mega' cannot run {name}: {reason}; use dispatch='flashinfer' or 'allgather'")

@@ -22,11 +22,11 @@ from ..dispatch.counts import CountTensors
 from ..dispatch.mega import MegaExperts
 from ..dispatch.moe import MoeExchange
 from ..dispatch.path import DispatchedPath, ExpertPath
-from ..dispatch.select import make_dispatcher
+from ..dispatch.select import make_dispatcher, make_experts
 from .agreement import Agreement, StateReader
 from .attention import AttentionBackend, SdpaAttention
 from .checkpoint import expert_bytes, load_sharded_model
-from .exchange_sizes import budget_for, row_formats
+from .exchange_sizes import budget_for, pair_budget_for, row_formats
 from .executor import StepExecutor
 from .graph_set import RecordingMeans, frozen_facts, make_draft, make_graphs
 from .inspection import quiet_transformers
@@ -113,9 +113,10 @@ class RankEngine:
         load_seconds, peak_after = time.perf_counter() - started, _peak_memory()
         own_experts = expert_bytes(model)
         dense_bytes = sum(parameter.nbytes for parameter in model.parameters()) - own_experts
-        if isinstance(path, MegaExperts):
+        with torch.inference_mode(False):
             for layer in spec.moe:
                 path.adopt(model.get_submodule(layer.name), layer.name, layer.num_experts, layer.top_k)
+            path.prepare(self._host_group)
         with torch.inference_mode(False):
             cache = KvCache(
                 spec.attention, config.num_blocks, config.block_size, getattr(torch, spec.dtype), self._device
@@ -183,9 +184,10 @@ class RankEngine:
         world, layout = dist.group.WORLD, config.layout
         if config.dispatch == "mega":
             return MegaExperts(self._collectives, world, layout, self.rank, budget.capacity, self._device)
+        experts = make_experts(config.experts, pair_budget_for(config), self._device)
         if config.dispatch != "flashinfer":
             dispatcher = make_dispatcher(config.dispatch, self._collectives, self.rank, budget, self._device)
-            return DispatchedPath(dispatcher, self._device)
+            return DispatchedPath(dispatcher, experts)
         from ..dispatch.flashinfer_a2a import FlashInferDispatcher
 
         layers = list(zip((layer.num_experts for layer in spec.moe), row_formats(spec), strict=True))
@@ -194,7 +196,7 @@ class RankEngine:
             FlashInferDispatcher(
                 self._collectives, world, layout, self.rank, budget.capacity, layers, timeout_s, self._device
             ),
-            self._device,
+            experts,
         )
 
     def _attention(self, cache: KvCache) -> AttentionBackend:

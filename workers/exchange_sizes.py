@@ -1,8 +1,9 @@
-"""Sizes of the exchange buffers of a rank, from its configuration."""
+"""Sizes of the exchange and expert buffers of a rank, from its configuration."""
 
 import torch
 
-from ..dispatch.budget import ExchangeBudget, RowFormat, exchange_budget
+from ..dispatch.budget import ExchangeBudget, RowFormat, exchange_budget, exchange_rows
+from ..dispatch.pair_budget import ExpertShape, PairBudget, pair_budget
 from .model_spec import ModelSpec
 from .rank_config import RankConfig
 
@@ -18,3 +19,15 @@ def row_formats(spec: ModelSpec) -> list[RowFormat]:
 def budget_for(config: RankConfig) -> ExchangeBudget:
     """Exchange buffers of each rank."""
     return exchange_budget(config.limits, config.layout, row_formats(config.spec), capacity=config.capacity)
+
+
+def pair_budget_for(config: RankConfig) -> PairBudget | None:
+    """Buffers of each rank's CuTe DSL experts; `None` where others compute."""
+    if config.experts != "cutedsl" or config.dispatch == "mega":
+        return None
+    ep_size = config.layout.world_size
+    shapes = [
+        ExpertShape(layer.hidden_size, layer.intermediate_size, layer.top_k, layer.num_experts // ep_size)
+        for layer in config.spec.moe
+    ]
+    return pair_budget(exchange_rows(config.layout, config.capacity), shapes)

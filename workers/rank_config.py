@@ -48,7 +48,7 @@ class LoadReport(msgspec.Struct, frozen=True):
         dense_bytes: parameters held in full.
         expert_bytes: parameters of its own experts.
         kv_cache_bytes: keys and values.
-        exchange_bytes: dispatch buffers.
+        exchange_bytes: dispatch and expert buffers.
         load_seconds: time to load the weights.
         peak_memory_before: peak resident memory of the process before the weights were read.
         peak_memory: peak resident memory of the process after.

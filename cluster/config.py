@@ -11,8 +11,11 @@ from ..dispatch.budget import dispatch_capacity
 from ..dispatch.capacity import CAPACITY_VARIABLE, budget_problems
 from ..dispatch.errors import ConfigError
 from ..dispatch.layout import Layout
-from ..dispatch.limits import DispatchKind, ExpertsKind, Limits
+from ..dispatch.limits import DispatchKind, ExpertsKind, Limits, QuantisationKind
+from ..dispatch.mega_widths import width_problem
 from ..dispatch.pair_budget import CUTEDSL_SIZE_ALIGNMENT
+from ..dispatch.path_table import table_problems
+from ..dispatch.tuning import Tuning
 from ..workers.config import MAX_SECONDS, CacheConfig, DeviceName, DTypeName, WorkerConfig
 from ..workers.model_spec import ModelSpec
 from ..workers.rank_config import RankConfig
@@ -52,8 +55,13 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ranks: how many ranks; `dp_size * attn_tp_size`. Every layer's experts are divided over all of them.
         attn_tp_size: ranks that share one batch; `ranks / attn_tp_size` batches run side by side.
         dtype: of weights and computation; unset: the checkpoint's.
-        dispatch: how tokens reach their experts.
+        dispatch: how tokens reach their experts. `measured` measures the ways there are at start-up and takes the best
+            for each number of rows; `auto` is that on GPUs, and the all-gather on CPUs.
         experts: what computes them; `auto` is PyTorch. `cutedsl` is QuACK's grouped GEMM pair, on Hopper GPUs in bf16.
+        quantisation: in which experts are computed, from weights in the model's dtype: `fp8` (e4m3, one scale a weight
+            tensor of an expert, calibrated scales for activations) and `fp8_blockwise` (scales of 128-blocks) are those
+            of the mega kernel.
+        tuning: how `measured` chooses.
         address: a Ray cluster; unset: the one this process is in or finds, else a local one that holds the ranks.
             `local` always starts one.
         limits: bounds of a step.
@@ -68,11 +76,13 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: DTypeName | None = None
     dispatch: DispatchKind = "auto"
     experts: ExpertsKind = "auto"
+    quantisation: QuantisationKind = "none"
     address: str | None = None
     limits: Limits = Limits()
     cache: CacheConfig = CacheConfig()
     worker: WorkerConfig = WorkerConfig()
     placement: PlacementConfig = PlacementConfig()
+    tuning: Tuning = Tuning()
 
     @property
     def layout(self) -> Layout:
@@ -178,6 +188,8 @@ def resolve_unchecked(config: PoolConfig, spec: ModelSpec) -> RankConfig:
         worker=config.worker,
         dispatch=dispatch,
         experts=experts,
+        quantisation=config.quantisation,
+        tuning=config.tuning,
         capacity=dispatch_capacity(limits, layout, dispatch, experts),
         block_size=block_size,
         num_blocks=num_blocks + 1,
@@ -192,7 +204,48 @@ def configuration_problems(config: RankConfig) -> tuple[str, ...]:
     except ConfigError as error:
         problems.append(str(error))
     problems += budget_problems(config.limits, config.layout, config.dispatch, config.experts)
-    return (*problems, *(cutedsl_problems(config) if config.experts == "cutedsl" else ()))
+    if config.experts == "cutedsl":
+        problems += cutedsl_problems(config)
+    return (*problems, *_path_problems(config))
+
+
+def _path_problems(config: RankConfig) -> list[str]:
+    """Quantisation and tables that the way to the experts does not have."""
+    problems, device = [], config.worker.device
+    if config.quantisation != "none" and config.dispatch not in ("mega", "measured"):
+        problems.append(
+            f"quantisation={config.quantisation!r} is computed by the mega kernel alone, and dispatch is "
+            f"{config.dispatch!r} (ranks={config.layout.world_size}): set dispatch to 'mega' or 'measured' with 2 or "
+            "more ranks, or quantisation to 'none'"
+        )
+    elif config.quantisation != "none" and device == "cpu":
+        problems.append(
+            f"quantisation={config.quantisation!r} does not run on worker.device='cpu': set quantisation to 'none'"
+        )
+    if config.dispatch == "mega":
+        problems += _mega_problems(config)
+    if config.tuning.table is not None and config.dispatch != "measured":
+        problems.append(f"tuning.table is for dispatch='measured', and dispatch is {config.dispatch!r}: leave it out")
+    elif config.tuning.table is not None:
+        problems += table_problems(config.tuning.table, device, config.quantisation, config.capacity)
+    return problems
+
+
+def _mega_problems(config: RankConfig) -> list[str]:
+    """What of a model the mega kernel cannot compute; the GPU itself is looked at by its rank."""
+    spec, problems = config.spec, []
+    if spec.dtype != "bfloat16":
+        problems.append(f"dispatch='mega' takes bfloat16, the pool's dtype is {spec.dtype}: set dtype to it")
+    for layer in spec.moe:
+        width = width_problem(layer.hidden_size, layer.intermediate_size, config.quantisation)
+        reasons = layer.unsupported_traits or ((width,) if width is not None else ())
+        if reasons:
+            return [
+                *problems,
+                f"dispatch='mega' cannot run {layer.name}: {' and '.join(reasons)}; use dispatch='flashinfer' or "
+                "'allgather' with quantisation='none'",
+            ]
+    return problems
 
 
 def cutedsl_problems(config: RankConfig) -> tuple[str, ...]:
@@ -255,14 +308,17 @@ def with_environment(limits: Limits) -> Limits:
 
 
 def resolve_dispatch(wanted: str, layout: Layout, device: DeviceName) -> str:
-    """The dispatcher a pool uses: none for one rank; `auto` is the all-gather on CPUs and FlashInfer's on GPUs.
+    """The dispatcher a pool uses: none for one rank; `auto` is the all-gather on CPUs, and what measures best on GPUs.
 
     Raises:
         ConfigError: a dispatcher that the device does not have.
     """
     if layout.world_size == 1:
         return "local"
-    available = {"cpu": ("allgather", "alltoall"), "cuda": ("flashinfer", "mega", "allgather")}[device]
+    available = {
+        "cpu": ("allgather", "alltoall", "measured"),
+        "cuda": ("measured", "flashinfer", "mega", "allgather"),
+    }[device]
     if wanted == "auto":
         return available[0]
     if wanted not in available:

@@ -80,6 +80,12 @@ class FlashInferDispatcher:
         """Bytes of this rank's part of the workspaces."""
         return sum(link.workspace[self._rank].nbytes for link in self._links.values())
 
+    def close(self) -> None:
+        """Give the workspaces back; collective over all ranks."""
+        for link in self._links.values():
+            link.destroy()
+        self._links.clear()
+
     def dispatch(
         self,
         x_TH: torch.Tensor,

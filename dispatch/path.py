@@ -24,6 +24,7 @@ class ExpertPath(Protocol):
         capacity: rows a rank that it was made for.
         num_bytes: of this rank's buffers.
         tuning: of what computes; empty where nothing is tuned.
+        quantisation_scales: constants that have to match between ranks; empty where there are none.
     """
 
     @property
@@ -34,6 +35,9 @@ class ExpertPath(Protocol):
 
     @property
     def tuning(self) -> str: ...
+
+    @property
+    def quantisation_scales(self) -> tuple[float, ...]: ...
 
     @property
     def capacity(self) -> int: ...
@@ -72,6 +76,8 @@ class DispatchedPath:
         dispatcher: the same kind on every rank.
         experts: the same kind on every rank.
     """
+
+    quantisation_scales: tuple[float, ...] = ()
 
     def __init__(self, dispatcher: Dispatcher, experts: ExpertBackend):
         self.dispatcher = dispatcher

@@ -32,6 +32,7 @@ def frozen_facts(path: ExpertPath) -> FrozenFacts:
         capacity=path.capacity,
         workspace_bytes=path.num_bytes,
         tuning=path.tuning,
+        quantisation_scales=path.quantisation_scales,
     )
 
 

@@ -137,7 +137,12 @@ def _buffers(config: RankConfig) -> tuple[PlannedBuffer, ...]:
     graph_bytes = static_bytes(config)
     if graph_bytes:
         buffers.append(PlannedBuffer("graph inputs", None, graph_bytes, "static buffers that all buckets share"))
-    if config.dispatch == "flashinfer" or (config.dispatch == "alltoall" and config.experts == "cutedsl"):
+    if config.dispatch == "measured":
+        bound = config.tuning.max_bytes
+        buffers.append(PlannedBuffer("dispatch: measured paths", None, bound, "at most, by tuning.max_bytes"))
+    elif config.dispatch == "mega":
+        buffers.append(_mega_staging(config, row_formats(spec)))
+    elif config.dispatch == "flashinfer" or (config.dispatch == "alltoall" and config.experts == "cutedsl"):
         buffers.append(_flashinfer_workspace(config, row_formats(spec)))
     elif config.dispatch != "local":
         buffers += _exchange_buffers(config, budget_for(config))
@@ -172,6 +177,13 @@ def _flashinfer_workspace(config: RankConfig, formats: list[RowFormat]) -> Plann
         flashinfer_workspace_bytes(ep_size, config.capacity, formats),
         _rows_of(config, config.capacity),
     )
+
+
+def _mega_staging(config: RankConfig, formats: list[RowFormat]) -> PlannedBuffer:
+    """What is known before the kernel is compiled: rows in and out, expert ids (int64) and weights (float32)."""
+    row_bytes = max(2 * row_format.hidden_bytes + 12 * row_format.top_k for row_format in formats)
+    made_of = "rows in and out; the compiled kernel adds its own workspace"
+    return PlannedBuffer("dispatch: mega kernel", config.capacity, config.capacity * row_bytes, made_of)
 
 
 def _rows_of(config: RankConfig, capacity: int) -> str:

@@ -146,9 +146,7 @@ def table_problems(
                 f"quantisation={quantisation!r}: use one of {', '.join(names) or 'none'}"
             )
         elif name.capacity is not None and name.capacity < row.rows:
-            problems.append(
-                f"tuning.table: {row.path} is for {row.rows} rows: name a kernel for as many, or fewer rows"
-            )
+            problems.append(f"tuning.table: {row.path} cannot take {row.rows} rows: name mega@{row.rows} or more")
     for shape in dict.fromkeys(row.shape for row in rows):
         bounds = [row.rows for row in rows if row.shape == shape]
         if bounds != sorted(set(bounds)) or bounds[0] < 1:

@@ -31,7 +31,7 @@ def budget_for(config: RankConfig) -> ExchangeBudget:
 
 def pair_budget_for(config: RankConfig) -> PairBudget | None:
     """Buffers of each rank's CuTe DSL experts; `None` where others compute, or where what computes is measured."""
-    if config.experts != "cutedsl" or config.dispatch == "mega":
+    if config.experts != "cutedsl" or config.dispatch in ("mega", "measured"):
         return None
     return _pair_budget(config)
 

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from expert_pool.cluster.config import PoolConfig, resolve
 from expert_pool.dispatch.collectives import Collectives, all_gather_tensors
+from expert_pool.dispatch.experts import TorchExperts
 from expert_pool.dispatch.path import DispatchedPath
 from expert_pool.dispatch.select import make_dispatcher
 from expert_pool.graphs.lockstep import LockstepRank
@@ -57,7 +58,8 @@ def state_of(config: RankConfig, rank: int) -> StateReader:
     """A rank's state as in a running pool: its dispatcher with buffers, and all planned graphs committed."""
     collectives = Collectives({"ep": dist.group.WORLD})
     device = torch.device("cpu")
-    path = DispatchedPath(make_dispatcher(config.dispatch, collectives, rank, budget_for(config), device), device)
+    dispatcher = make_dispatcher(config.dispatch, collectives, rank, budget_for(config), device)
+    path = DispatchedPath(dispatcher, TorchExperts(device))
     graphs = LockstepRank(rank, {}, lambda entry: None)
     graphs.commit_plan(plan_captures(config.limits))
     return StateReader(config, functools.partial(frozen_facts, path), graphs)

@@ -11,7 +11,11 @@ from ..dispatch.budget import dispatch_capacity
 from ..dispatch.capacity import CAPACITY_VARIABLE, budget_problems
 from ..dispatch.errors import ConfigError
 from ..dispatch.layout import Layout
-from ..dispatch.limits import DispatchKind, ExpertsKind, Limits
+from ..dispatch.limits import DispatchKind, ExpertsKind, Limits, QuantisationKind
+from ..dispatch.mega_widths import width_problem
+from ..dispatch.pair_budget import CUTEDSL_SIZE_ALIGNMENT
+from ..dispatch.path_table import table_problems
+from ..dispatch.tuning import Tuning
 from ..workers.config import MAX_SECONDS, CacheConfig, DeviceName, DTypeName, WeightsName, WorkerConfig
 from ..workers.model_spec import ModelSpec
 from ..workers.rank_config import RankConfig
@@ -52,8 +56,13 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         attn_tp_size: ranks that share one batch; `ranks / attn_tp_size` batches run side by side.
         dtype: of weights and computation; unset: the checkpoint's.
         weights: `checkpoint`, or `random` to measure a pool with nothing but the model's `config.json`.
-        dispatch: how tokens reach their experts.
-        experts: what computes them; `auto` is PyTorch. `cutedsl` can be planned for, not launched yet.
+        dispatch: how tokens reach their experts. `measured` measures the ways there are at start-up and takes the best
+            for each number of rows; `auto` is that on GPUs, and the all-gather on CPUs.
+        experts: what computes them; `auto` is PyTorch. `cutedsl` is QuACK's grouped GEMM pair, on Hopper GPUs in bf16.
+        quantisation: in which experts are computed, from weights in the model's dtype: `fp8` (e4m3, one scale a weight
+            tensor of an expert, calibrated scales for activations) and `fp8_blockwise` (scales of 128-blocks) are those
+            of the mega kernel.
+        tuning: how `measured` chooses.
         address: a Ray cluster; unset: the one this process is in or finds, else a local one that holds the ranks.
             `local` always starts one.
         limits: bounds of a step.
@@ -69,11 +78,13 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: WeightsName = "checkpoint"
     dispatch: DispatchKind = "auto"
     experts: ExpertsKind = "auto"
+    quantisation: QuantisationKind = "none"
     address: str | None = None
     limits: Limits = Limits()
     cache: CacheConfig = CacheConfig()
     worker: WorkerConfig = WorkerConfig()
     placement: PlacementConfig = PlacementConfig()
+    tuning: Tuning = Tuning()
 
     @property
     def layout(self) -> Layout:
@@ -179,6 +190,8 @@ def resolve_unchecked(config: PoolConfig, spec: ModelSpec) -> RankConfig:
         worker=config.worker,
         dispatch=dispatch,
         experts=experts,
+        quantisation=config.quantisation,
+        tuning=config.tuning,
         capacity=dispatch_capacity(limits, layout, dispatch, experts),
         block_size=block_size,
         num_blocks=num_blocks + 1,
@@ -193,24 +206,86 @@ def configuration_problems(config: RankConfig) -> tuple[str, ...]:
         config.spec.check_experts_divide(config.layout.world_size)
     except ConfigError as error:
         problems.append(str(error))
-    return (*problems, *budget_problems(config.limits, config.layout, config.dispatch, config.experts))
+    problems += budget_problems(config.limits, config.layout, config.dispatch, config.experts)
+    if config.experts == "cutedsl":
+        problems += cutedsl_problems(config)
+    return (*problems, *_path_problems(config))
 
 
-def refuse_unbuilt(limits: Limits, experts: ExpertsKind = "auto") -> None:
-    """Refuse what can be planned for but not launched yet.
+def _path_problems(config: RankConfig) -> list[str]:
+    """Quantisation and tables that the way to the experts does not have."""
+    problems, device = [], config.worker.device
+    if config.quantisation != "none" and config.dispatch not in ("mega", "measured"):
+        problems.append(
+            f"quantisation={config.quantisation!r} is computed by the mega kernel alone, and dispatch is "
+            f"{config.dispatch!r} (ranks={config.layout.world_size}): set dispatch to 'mega' or 'measured' with 2 or "
+            "more ranks, or quantisation to 'none'"
+        )
+    elif config.quantisation != "none" and device == "cpu":
+        problems.append(
+            f"quantisation={config.quantisation!r} does not run on worker.device='cpu': set quantisation to 'none'"
+        )
+    if config.dispatch == "mega":
+        problems += _mega_problems(config)
+    if config.tuning.table is not None and config.dispatch != "measured":
+        problems.append(f"tuning.table is for dispatch='measured', and dispatch is {config.dispatch!r}: leave it out")
+    elif config.tuning.table is not None:
+        problems += table_problems(config.tuning.table, device, config.quantisation, config.capacity)
+    return problems
+
+
+def _mega_problems(config: RankConfig) -> list[str]:
+    """What of a model the mega kernel cannot compute; the GPU itself is looked at by its rank."""
+    spec, problems = config.spec, []
+    if spec.dtype != "bfloat16":
+        problems.append(f"dispatch='mega' takes bfloat16, the pool's dtype is {spec.dtype}: set dtype to it")
+    for layer in spec.moe:
+        width = width_problem(layer.hidden_size, layer.intermediate_size, config.quantisation)
+        reasons = layer.unsupported_traits or ((width,) if width is not None else ())
+        if reasons:
+            return [
+                *problems,
+                f"dispatch='mega' cannot run {layer.name}: {' and '.join(reasons)}; use dispatch='flashinfer' or "
+                "'allgather' with quantisation='none'",
+            ]
+    return problems
+
+
+def cutedsl_problems(config: RankConfig) -> tuple[str, ...]:
+    """What of a model CuTe DSL experts cannot compute; the GPU itself is looked at by its rank."""
+    spec, instead = config.spec, "set experts to 'torch'"
+    if config.dispatch == "mega":
+        return ("experts='cutedsl' and dispatch='mega' both compute experts: set experts to 'auto'",)
+    problems = []
+    if spec.dtype != "bfloat16":
+        problems.append(f"experts='cutedsl' computes in bfloat16, the pool's dtype is {spec.dtype}: set dtype to it")
+    for reasons in dict.fromkeys(layer.unsupported_traits for layer in spec.moe if layer.unsupported_traits):
+        problems.append(f"experts='cutedsl' cannot run {spec.model_type}'s experts: {' and '.join(reasons)}; {instead}")
+    sizes = dict.fromkeys(size for layer in spec.moe for size in (layer.hidden_size, layer.intermediate_size))
+    uneven = [size for size in sizes if size % CUTEDSL_SIZE_ALIGNMENT]
+    if uneven and not problems:
+        problems.append(
+            f"experts='cutedsl' needs hidden and intermediate sizes that are multiples of {CUTEDSL_SIZE_ALIGNMENT}, "
+            f"{spec.model_type} has {', '.join(map(str, uneven))}: {instead}"
+        )
+    return tuple(problems)
+
+
+def refuse_unbuilt(limits: Limits, experts: ExpertsKind = "auto", device: DeviceName = "cuda") -> None:
+    """Refuse what can be planned for but not launched.
 
     Raises:
-        ConfigError: a role other than `none`, or CuTe DSL experts.
+        ConfigError: a role other than `none`, or CuTe DSL experts on CPUs.
     """
     if limits.disaggregation_mode != "none":
         raise ConfigError(
             f"limits.disaggregation_mode={limits.disaggregation_mode!r} can be planned for, not launched: pools that "
             "hand requests over to each other do not exist yet; set it to 'none'"
         )
-    if experts == "cutedsl":
+    if experts == "cutedsl" and device == "cpu":
         raise ConfigError(
-            "experts='cutedsl' can be planned for, not launched: ranks compute experts with PyTorch; "
-            "set experts to 'auto' or 'torch'"
+            "experts='cutedsl' does not run on worker.device='cpu', only on Hopper GPUs: "
+            "set experts to 'auto' or 'torch', or worker.device to 'cuda'"
         )
 
 
@@ -236,14 +311,17 @@ def with_environment(limits: Limits) -> Limits:
 
 
 def resolve_dispatch(wanted: str, layout: Layout, device: DeviceName) -> str:
-    """The dispatcher a pool uses: none for one rank; `auto` is the all-gather on CPUs and FlashInfer's on GPUs.
+    """The dispatcher a pool uses: none for one rank; `auto` is the all-gather on CPUs, and what measures best on GPUs.
 
     Raises:
         ConfigError: a dispatcher that the device does not have.
     """
     if layout.world_size == 1:
         return "local"
-    available = {"cpu": ("allgather", "alltoall"), "cuda": ("flashinfer", "mega", "allgather")}[device]
+    available = {
+        "cpu": ("allgather", "alltoall", "measured"),
+        "cuda": ("measured", "flashinfer", "mega", "allgather"),
+    }[device]
     if wanted == "auto":
         return available[0]
     if wanted not in available:

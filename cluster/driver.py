@@ -107,6 +107,8 @@ class Driver:
             self._enter(DriverState.LOADING)
             yield f"loading {self._config.spec.path} on {len({place.node_id for place in self._gang.places})} node(s)"
             self._loads = tuple(await self._gang.call("load"))
+            for line in self._loads[0].experts:
+                yield line
             self._enter(DriverState.CAPTURING)
             self._graphs = await self._capture()
             for drop in self._graphs.dropped:

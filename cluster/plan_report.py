@@ -24,7 +24,7 @@ from ..dispatch.limits import ALL_TO_ALL_KINDS, Limits, step_widths
 from ..dispatch.workspace import flashinfer_workspace_bytes
 from ..graphs.plan import CaptureEntry, plan_captures
 from ..workers.checkpoint import check_weights
-from ..workers.exchange_sizes import budget_for, row_formats
+from ..workers.exchange_sizes import budget_for, pair_budget_for, row_formats
 from ..workers.graph_set import draft_cache, static_bytes
 from ..workers.inspection import inspect_model
 from ..workers.rank_config import RankConfig
@@ -138,18 +138,30 @@ def _buffers(config: RankConfig) -> tuple[PlannedBuffer, ...]:
     graph_bytes = static_bytes(config)
     if graph_bytes:
         buffers.append(PlannedBuffer("graph inputs", None, graph_bytes, "static buffers that all buckets share"))
-    if config.dispatch == "local":
-        return tuple(buffers)
-    formats = row_formats(spec)
-    if config.dispatch == "flashinfer" or (config.dispatch == "alltoall" and config.experts == "cutedsl"):
-        buffers.append(_flashinfer_workspace(config, formats))
-    else:
+    if config.dispatch == "measured":
+        bound = config.tuning.max_bytes
+        buffers.append(PlannedBuffer("dispatch: measured paths", None, bound, "at most, by tuning.max_bytes"))
+    elif config.dispatch == "mega":
+        buffers.append(_mega_staging(config, row_formats(spec)))
+    elif config.dispatch == "flashinfer" or (config.dispatch == "alltoall" and config.experts == "cutedsl"):
+        buffers.append(_flashinfer_workspace(config, row_formats(spec)))
+    elif config.dispatch != "local":
         buffers += _exchange_buffers(config, budget_for(config))
-    if config.experts == "cutedsl":
-        rows = exchange_rows(config.layout, config.capacity)
-        num_bytes = rows * max(row_format.hidden_bytes for row_format in formats)
-        buffers.append(PlannedBuffer("expert outputs", rows, num_bytes, _rows_of(config, config.capacity)))
-    return tuple(buffers)
+    return (*buffers, *_pair_buffers(config))
+
+
+def _pair_buffers(config: RankConfig) -> list[PlannedBuffer]:
+    """Of CuTe DSL experts: every row that can reach a rank, with every expert that it can have there."""
+    budget = pair_budget_for(config)
+    if budget is None:
+        return []
+    made_of = f"{_rows_of(config, config.capacity)}, with every expert that a row can have there"
+    sizes = (
+        ("routing", budget.routing_bytes),
+        ("hidden", budget.hidden_bytes),
+        ("outputs", budget.output_bytes),
+    )
+    return [PlannedBuffer(f"experts: {name}", budget.num_pairs, num, made_of) for name, num in sizes]
 
 
 def _exchange_buffers(config: RankConfig, budget: ExchangeBudget) -> list[PlannedBuffer]:
@@ -166,6 +178,13 @@ def _flashinfer_workspace(config: RankConfig, formats: list[RowFormat]) -> Plann
         flashinfer_workspace_bytes(ep_size, config.capacity, formats),
         _rows_of(config, config.capacity),
     )
+
+
+def _mega_staging(config: RankConfig, formats: list[RowFormat]) -> PlannedBuffer:
+    """What is known before the kernel is compiled: rows in and out, expert ids (int64) and weights (float32)."""
+    row_bytes = max(2 * row_format.hidden_bytes + 12 * row_format.top_k for row_format in formats)
+    made_of = "rows in and out; the compiled kernel adds its own workspace"
+    return PlannedBuffer("dispatch: mega kernel", config.capacity, config.capacity * row_bytes, made_of)
 
 
 def _rows_of(config: RankConfig, capacity: int) -> str:
@@ -208,7 +227,7 @@ def _graphs(config: RankConfig) -> tuple[PlannedGraphs, ...]:
 
 def _refusals(config: RankConfig) -> tuple[str, ...]:
     refusals = []
-    checks: list[Callable[[], None]] = [lambda: refuse_unbuilt(config.limits, config.experts)]
+    checks: list[Callable[[], None]] = [lambda: refuse_unbuilt(config.limits, config.experts, config.worker.device)]
     if config.weights == "checkpoint":
         checks.insert(0, lambda: check_weights(config.spec))
     for check in checks:

@@ -188,7 +188,7 @@ def validate(config: PoolConfig) -> RankConfig:
 
     # Ranks run in other working directories, so a relative folder is made absolute where it was written.
     spec = inspect_model(os.path.abspath(os.path.expanduser(config.model)), config.dtype)
-    refuse_unbuilt(config.limits, config.experts)
+    refuse_unbuilt(config.limits, config.experts, config.worker.device)
     rank_config = resolve(config, spec)
     if config.weights == "checkpoint":
         check_weights(spec)

@@ -69,10 +69,11 @@ class AllGatherDispatcher:
 
         return Dispatched(
             x_RH=hidden_of(received, row_format),
-            expert_ids_RK=ids_of(received, row_format) - self._rank * num_local_experts,
+            expert_ids_RK=ids_of(received, row_format),
             expert_weights_RK=weights_of(received, row_format),
             geometry=geometry,
             row_format=row_format,
+            first_expert=self._rank * num_local_experts,
         )
 
     def combine(self, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:

@@ -133,7 +133,8 @@ def capacity_bound(limits: Limits, layout: Layout, dispatch: str = "alltoall", e
     Args:
         limits: of a step, equal on every rank.
         layout: the arrangement of ranks.
-        dispatch: resolved. All-to-all: `max_dispatch_tokens_per_rank`, or the larger of 4096 and what is needed.
+        dispatch: resolved. All-to-all: `max_dispatch_tokens_per_rank`, or the larger of 4096 and what is needed;
+            exactly what is needed where paths are measured, since a capacity costs speed.
             All-gather: this rank's share of the largest forward, so that all shares together hold `dp_size` times it.
             Local: the largest forward or step, and nothing is allocated by it.
         experts: resolved; CuTe DSL experts behind an all-to-all may need more.
@@ -141,7 +142,8 @@ def capacity_bound(limits: Limits, layout: Layout, dispatch: str = "alltoall", e
     if dispatch in ALL_TO_ALL_KINDS:
         if limits.max_dispatch_tokens_per_rank is not None:
             return Bound(limits.max_dispatch_tokens_per_rank, "limits.max_dispatch_tokens_per_rank")
-        return _largest(Bound(DEFAULT_CAPACITY, "the default"), needed_capacity(limits, layout, experts))
+        needed = needed_capacity(limits, layout, experts)
+        return needed if dispatch == "measured" else _largest(Bound(DEFAULT_CAPACITY, "the default"), needed)
     forward = largest_forward(limits)
     if dispatch == "local":
         return _largest(forward, largest_step(limits))

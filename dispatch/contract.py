@@ -10,8 +10,8 @@ A dispatcher takes the rows of one MoE layer to the ranks that own their experts
 - **Two collectives a layer**, one in `dispatch` and one in `combine`. Row counts come from the geometry; no collective
   is spent on sizes and nothing is read back from a device.
 - **Expert ids** are global on the way in; a row that carries no token has `INVALID_EXPERT_ID` in every slot and costs
-  the experts nothing. `dispatch` returns local ids; whatever is not in `[0, num_local_experts)` marks a slot with
-  nothing to compute.
+  the experts nothing. What `dispatch` returns is local ids plus `first_expert`; whatever is not in
+  `[first_expert, first_expert + num_local_experts)` marks a slot with nothing to compute.
 - **Bounds are checked on every call, before anything is sent**: the rows a rank brings are those that the geometry
   announces, and `runtime_max_tokens_per_rank` is within the capacity the buffers were made for.
 - **Every rank takes part in every call**, also with no rows of its own.
@@ -41,12 +41,16 @@ class Dispatched:
 
     Attributes:
         x_RH: hidden states, in the model's dtype. Rows without a token hold undefined bytes.
-        expert_ids_RK: int32 local expert ids; outside `[0, num_local_experts)` where there is nothing to compute.
+        expert_ids_RK: expert ids; outside `[first_expert, first_expert + num_local_experts)` where there is nothing to
+            compute.
         expert_weights_RK: routing weights.
         geometry: the step's geometry, equal on every rank.
         row_format: the layer's row format, equal on every rank.
         returned_to: which of this rank's own rows each returned row belongs to, `[ep_size * slot]`; `None` where
             all own rows went to every rank in order.
+        first_expert: the id that stands for local expert 0.
+        combine_input_RH: `[R, H]` memory that `combine` reads from, where the dispatcher has such; experts that write
+            their results there save it a copy. Valid until `combine`.
     """
 
     x_RH: torch.Tensor
@@ -55,6 +59,13 @@ class Dispatched:
     geometry: StepGeometry
     row_format: RowFormat
     returned_to: torch.Tensor | None = None
+    first_expert: int = 0
+    combine_input_RH: torch.Tensor | None = None
+
+    @property
+    def local_ids_RK(self) -> torch.Tensor:
+        """Ids from 0; outside `[0, num_local_experts)` where there is nothing to compute."""
+        return self.expert_ids_RK - self.first_expert if self.first_expert else self.expert_ids_RK
 
 
 class Dispatcher(Protocol):

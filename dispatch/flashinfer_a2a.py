@@ -80,6 +80,12 @@ class FlashInferDispatcher:
         """Bytes of this rank's part of the workspaces."""
         return sum(link.workspace[self._rank].nbytes for link in self._links.values())
 
+    def close(self) -> None:
+        """Give the workspaces back; collective over all ranks."""
+        for link in self._links.values():
+            link.destroy()
+        self._links.clear()
+
     def dispatch(
         self,
         x_TH: torch.Tensor,
@@ -91,16 +97,21 @@ class FlashInferDispatcher:
         check_rows(x_TH, expert_ids_TK, geometry, self._rank, self.capacity)
         row_format = RowFormat(x_TH.shape[1], expert_ids_TK.shape[1], x_TH.dtype, _WEIGHTS_DTYPE)
         runtime_max = geometry.runtime_max_tokens_per_rank(self._rank)
+        first_expert = self._rank * num_local_experts
         if not self._collectives.issue("flashinfer_dispatch", "ep", x_TH):
             num_rows = geometry.layout.world_size * runtime_max
             return Dispatched(
                 x_RH=x_TH.new_zeros(num_rows, x_TH.shape[1]),
-                expert_ids_RK=expert_ids_TK.new_full((num_rows, row_format.top_k), INVALID_EXPERT_ID),
-                expert_weights_RK=expert_weights_TK.new_zeros(num_rows, row_format.top_k),
+                expert_ids_RK=expert_ids_TK.new_full(
+                    (num_rows, row_format.top_k), INVALID_EXPERT_ID, dtype=torch.int32
+                ),
+                expert_weights_RK=expert_weights_TK.new_zeros(num_rows, row_format.top_k, dtype=_WEIGHTS_DTYPE),
                 geometry=geometry,
                 row_format=row_format,
+                first_expert=first_expert,
             )
-        received = self._link(row_format).dispatch(
+        link = self._link(row_format)
+        received = link.dispatch(
             x_TH.contiguous(),
             expert_ids_TK.to(torch.int32).contiguous(),
             expert_weights_TK.to(_WEIGHTS_DTYPE).contiguous(),
@@ -108,10 +119,12 @@ class FlashInferDispatcher:
         )
         return Dispatched(
             x_RH=received.hidden_states,
-            expert_ids_RK=received.topk_ids - self._rank * num_local_experts,
+            expert_ids_RK=received.topk_ids,
             expert_weights_RK=received.topk_weights,
             geometry=geometry,
             row_format=row_format,
+            first_expert=first_expert,
+            combine_input_RH=link.get_combine_input_buffer(x_TH.dtype),
         )
 
     def combine(self, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:

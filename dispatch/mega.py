@@ -1,88 +1,73 @@
 """FlashInfer's SM90 CuTe DSL mega kernel: one kernel exchanges the tokens, runs the experts and combines.
 
 It takes the place of a dispatcher and of the experts behind it. What all ranks must agree on is the same as for any
-dispatcher: every rank calls every layer in every step, with at most `capacity` rows. The kernel waits for its peers
-without bound; the driver's deadline is what ends a stalled gang.
-
-FlashInfer is imported at construction.
+dispatcher: every rank calls every layer in every step, with at most `capacity` rows. In per-tensor fp8 a rank decodes
+what its peers sent with its own copy of the scales, so those belong to what ranks compare before a step. The kernel
+waits for its peers without bound; the driver's deadline is what ends a stalled gang.
 """
-
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .collectives import Collectives
-from .contract import INVALID_EXPERT_ID
-from .errors import ConfigError, GeometryError
+from .contract import INVALID_EXPERT_ID, check_rows
+from .errors import ConfigError
+from .expert_checks import refuse_unsupported
 from .geometry import StepGeometry
-from .layout import Layout
+from .limits import QuantisationKind
+from .mega_kernels import MegaKernels
+from .mega_widths import width_problem
 from .torch_experts import LocalExperts
 
+FP8_MAX = 448.0
+_COMPUTES = {"none": "bf16", "fp8": "fp8, one scale a tensor", "fp8_blockwise": "fp8, scales of 128-blocks"}
 
-class MegaExperts:
-    """The mega kernel of all MoE layers of one rank, in bfloat16.
+
+class MegaPath:
+    """Mega kernels of one capacity, for all MoE layers of a rank; keeps `dispatch.path.ExpertPath`.
 
     Args:
         collectives: lists what is exchanged; in a rehearsal nothing is.
-        group: process group of all ranks, over which the kernel's memory is set up.
-        layout: the arrangement of ranks, equal on every rank.
+        kernels: prepared weights, shared with the paths of other capacities.
         rank: this rank.
-        capacity: rows a rank, equal on every rank; sizes the workspace, and the kernel's default tuning follows it.
-        device: this rank's GPU.
+        capacity: rows a rank, equal on every rank; sizes the workspace, and the kernel's default settings follow it.
+
+    Attributes:
+        quantisation_scales: of all layers, two each, in the order of adoption; in per-tensor fp8 only.
     """
 
     name = "mega"
-    expert_backend = "FlashInfer SM90 CuTe DSL mega kernel, bf16"
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        group: dist.ProcessGroup,
-        layout: Layout,
-        rank: int,
-        capacity: int,
-        device: torch.device,
-    ):
+    def __init__(self, collectives: Collectives, kernels: MegaKernels, rank: int, capacity: int):
         self.capacity = capacity
+        self.expert_backend = f"FlashInfer SM90 CuTe DSL mega kernel, {_COMPUTES[kernels.quantisation]}"
+        self.quantisation_scales: tuple[float, ...] = ()
+        self.tuning = ""
         self.num_bytes = 0
         self._collectives = collectives
-        self._group = group
-        self._layout = layout
+        self._kernels = kernels
         self._rank = rank
-        self._device = device
-        self._layers: dict[int, Any] = {}
+        self._bounds: dict[int, float] = {}
 
     def adopt(self, experts: torch.nn.Module, name: str, num_experts: int, top_k: int) -> None:
-        """Build the kernel of one layer over its experts' weights, which it takes over. Collective over all ranks.
+        """Build the kernel of one layer over its experts' weights; collective over all ranks.
 
-        Args:
-            experts: the model's own experts module, sharded; its weights are released.
-            name: for messages.
-            num_experts: of the layer, over all ranks.
-            top_k: experts a token goes to.
+        The module's own weights stay: paths of other kinds may read them.
 
         Raises:
             ConfigError: on every rank alike, where the kernel cannot compute these experts.
         """
-        from flashinfer.moe_ep import BootstrapConfig, FleetParams, MegaConfig, MoEEpLayer, MoEWeightPack
-        from flashinfer.moe_ep import Sm90_Bf16_Bf16_Bf16_PullCutedsl_MegaMoeConfig as Sm90Bf16
+        refuse_experts(experts, name, self._kernels.quantisation)
+        self._kernels.prepare(experts, num_experts, top_k, self.capacity)
+        self.tuning = self._kernels.settings(self.capacity)
+        self.num_bytes = self._kernels.workspace_bytes(self.capacity)
+        if self._kernels.quantisation == "fp8" and id(experts) not in self._bounds:
+            scales = self._kernels.scales[id(experts)]
+            self.quantisation_scales += scales
+            self._bounds[id(experts)] = FP8_MAX * scales[0]
 
-        refuse_unsupported(experts, name)
-        w13, w2 = (getattr(experts, parameter) for parameter in ("gate_up_proj", "down_proj"))
-        bootstrap = BootstrapConfig(
-            world_size=self._layout.world_size,
-            rank=self._rank,
-            device=self._device.index or 0,
-            process_group=self._group,
-        )
-        fleet = FleetParams(num_experts=num_experts, max_tokens_per_rank=self.capacity, token_hidden_size=w13.shape[2])
-        kernel = Sm90Bf16(intermediate_size=w2.shape[2], top_k=top_k)
-        pack = MoEWeightPack(w13.detach(), w2.detach())
-        self._layers[id(experts)] = MoEEpLayer(bootstrap, fleet, pack, backend=MegaConfig(megakernel=kernel))
-        for parameter in ("gate_up_proj", "down_proj"):
-            weights = getattr(experts, parameter)
-            weights.data = weights.data.new_empty(0)
+    def prepare(self, group: dist.ProcessGroup | None) -> None:
+        """Nothing more: `adopt` has built and compiled the kernels."""
 
     def run(
         self,
@@ -97,43 +82,31 @@ class MegaExperts:
         Raises:
             GeometryError: before the kernel, when the step does not fit the capacity or announces other rows.
         """
-        from flashinfer.moe_ep import MoEEpTensors
-
-        if x_TH.shape[0] != geometry.num_rows_per_rank[self._rank]:
-            raise GeometryError(
-                f"rank {self._rank} brings {x_TH.shape[0]} rows to a layer; the step plan announced "
-                f"{geometry.num_rows_per_rank}"
-            )
-        if geometry.runtime_max_tokens_per_rank(self._rank) > self.capacity:
-            raise GeometryError(
-                f"rows per rank {geometry.num_rows_per_rank} exceed the {self.capacity} that the mega kernel was built "
-                "for: raise limits.max_dispatch_tokens_per_rank"
-            )
+        check_rows(x_TH, expert_ids_TK, geometry, self._rank, self.capacity)
         if not self._collectives.issue("mega_moe", "ep", x_TH):
             return torch.zeros_like(x_TH)
-        return self._layers[id(experts.module)].forward(
-            MoEEpTensors(
-                hidden_states=x_TH.contiguous(),
-                topk_ids=expert_ids_TK.to(torch.int64).clamp(min=INVALID_EXPERT_ID).contiguous(),
-                topk_weights=expert_weights_TK.float().contiguous(),
-            )
+        from flashinfer.moe_ep import MoEEpTensors
+
+        bound = self._bounds.get(id(experts.module))
+        if bound is not None:
+            # The cast to fp8 does not saturate in every PyTorch: beyond the largest code it may give NaN.
+            x_TH = x_TH.clamp(-bound, bound)
+        tensors = MoEEpTensors(
+            hidden_states=x_TH.contiguous(),
+            topk_ids=expert_ids_TK.to(torch.int64).clamp(min=INVALID_EXPERT_ID).contiguous(),
+            topk_weights=expert_weights_TK.float().contiguous(),
         )
+        return self._kernels.run(experts.module, self.capacity, tensors)
 
 
-def refuse_unsupported(experts: torch.nn.Module, name: str) -> None:
-    """Refuse experts that the SM90 bf16 mega kernel does not compute, with the reason.
+def refuse_experts(experts: torch.nn.Module, name: str, quantisation: QuantisationKind) -> None:
+    """Refuse experts that the SM90 mega kernel does not compute, with the reason.
 
     Raises:
-        ConfigError: another dtype, biases, a transposed or interleaved layout, no gate, or an activation but SiLU.
+        ConfigError: what `expert_checks` finds, or widths that are no multiples of what the kernel takes.
     """
-    reasons = {
-        "they are not in bfloat16": getattr(experts, "gate_up_proj").dtype != torch.bfloat16,  # noqa: B009
-        "they have biases": bool(getattr(experts, "has_bias", False)),
-        "their weights are stored transposed": bool(getattr(experts, "is_transposed", False)),
-        "their gate and up projections are interleaved": not getattr(experts, "is_concatenated", True),
-        "they have no gate": not getattr(experts, "has_gate", True),
-        "their activation is not SiLU": "silu" not in type(getattr(experts, "act_fn", None)).__name__.lower(),
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise ConfigError(f"dispatch='mega' cannot run {name}: {reason}; use dispatch='flashinfer' or 'allgather'")
+    refuse_unsupported(experts, name, "dispatch='mega'", "dispatch='flashinfer' or 'allgather'")
+    _, hidden_size, intermediate_size = experts.get_parameter("down_proj").shape
+    problem = width_problem(hidden_size, intermediate_size, quantisation)
+    if problem is not None:
+        raise ConfigError(f"dispatch='mega' cannot run {name}: {problem}; use dispatch='flashinfer' or 'allgather'")

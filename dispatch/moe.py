@@ -26,6 +26,9 @@ class MoeExchange:
         rank: this rank.
         path: how rows travel and what computes them; the same on every rank.
         collectives: through which the ranks that share a batch gather its rows back.
+
+    Attributes:
+        layers: this rank's experts of every layer that is bound to it, in the order of the model.
     """
 
     def __init__(self, layout: Layout, rank: int, path: ExpertPath, collectives: Collectives):
@@ -33,6 +36,7 @@ class MoeExchange:
         self.rank = rank
         self.path = path
         self.collectives = collectives
+        self.layers: list[LocalExperts] = []
         self._geometry: StepGeometry | None = None
         self._num_valid_tokens: torch.Tensor | None = None
 
@@ -86,6 +90,7 @@ class ExpertParallelExperts(EPImplementation):
         super().__init__(experts, ep_mesh, tp_mesh)
         self._exchange = exchange
         self._experts = LocalExperts(experts, self.experts_forward, self.num_local_experts)
+        exchange.layers.append(self._experts)
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

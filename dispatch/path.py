@@ -7,10 +7,12 @@ checked before anything is sent, every rank in every call.
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from .contract import Dispatcher
+from .experts import ExpertBackend
 from .geometry import StepGeometry
-from .torch_experts import LocalExperts, routed_pairs, static_rows
+from .torch_experts import LocalExperts
 
 
 class ExpertPath(Protocol):
@@ -21,18 +23,35 @@ class ExpertPath(Protocol):
         expert_backend: what computes.
         capacity: rows a rank that it was made for.
         num_bytes: of this rank's buffers.
+        tuning: of what computes; empty where nothing is tuned.
+        quantisation_scales: constants that have to match between ranks; empty where there are none.
     """
-
-    expert_backend: str
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def expert_backend(self) -> str: ...
+
+    @property
+    def tuning(self) -> str: ...
+
+    @property
+    def quantisation_scales(self) -> tuple[float, ...]: ...
 
     @property
     def capacity(self) -> int: ...
 
     @property
     def num_bytes(self) -> int: ...
+
+    def adopt(self, experts: torch.nn.Module, name: str, num_experts: int, top_k: int) -> None:
+        """Take over one layer's experts, once, before any step; see `dispatch.experts.ExpertBackend.adopt`."""
+        ...
+
+    def prepare(self, group: dist.ProcessGroup | None) -> None:
+        """Compile and tune for all layers, once, after `adopt`; collective over `group`, a host group."""
+        ...
 
     def run(
         self,
@@ -51,18 +70,18 @@ class ExpertPath(Protocol):
 
 
 class DispatchedPath:
-    """A dispatcher with PyTorch's grouped GEMM behind it.
+    """A dispatcher with an expert backend behind it.
 
     Args:
         dispatcher: the same kind on every rank.
-        device: where rows are; on a GPU, shapes must not depend on the routing.
+        experts: the same kind on every rank.
     """
 
-    expert_backend = "torch grouped_mm"
+    quantisation_scales: tuple[float, ...] = ()
 
-    def __init__(self, dispatcher: Dispatcher, device: torch.device):
+    def __init__(self, dispatcher: Dispatcher, experts: ExpertBackend):
         self.dispatcher = dispatcher
-        self._compute = static_rows if device.type == "cuda" else routed_pairs
+        self.experts = experts
 
     @property
     def name(self) -> str:
@@ -74,7 +93,21 @@ class DispatchedPath:
 
     @property
     def num_bytes(self) -> int:
-        return self.dispatcher.num_bytes
+        return self.dispatcher.num_bytes + self.experts.num_bytes
+
+    @property
+    def expert_backend(self) -> str:
+        return self.experts.name
+
+    @property
+    def tuning(self) -> str:
+        return self.experts.tuning
+
+    def adopt(self, experts: torch.nn.Module, name: str, num_experts: int, top_k: int) -> None:
+        self.experts.adopt(experts, name, num_experts, top_k)
+
+    def prepare(self, group: dist.ProcessGroup | None) -> None:
+        self.experts.prepare(group)
 
     def run(
         self,
@@ -85,5 +118,4 @@ class DispatchedPath:
         geometry: StepGeometry,
     ) -> torch.Tensor:
         dispatched = self.dispatcher.dispatch(x_TH, expert_ids_TK, expert_weights_TK, geometry, experts.num_local)
-        y_RH = self._compute(experts, dispatched.x_RH, dispatched.expert_ids_RK, dispatched.expert_weights_RK)
-        return self.dispatcher.combine(y_RH, dispatched)
+        return self.dispatcher.combine(self.experts.run(experts, dispatched), dispatched)

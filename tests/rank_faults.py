@@ -21,6 +21,8 @@ from rank_insides import collectives_of, dispatcher_of, path_of
 
 Fault = Callable[..., AbstractContextManager[None]]
 OTHER_BACKEND = "another backend"
+OTHER_TABLE = "all layers to 16: another path"
+OTHER_SCALE = 0.25
 INJECTED = "injected failure"
 
 
@@ -97,6 +99,15 @@ def other_dispatcher(engine: RankEngine) -> AbstractContextManager[None]:
 
 def other_expert_backend(engine: RankEngine) -> AbstractContextManager[None]:
     return replaced(path_of(engine), "expert_backend", OTHER_BACKEND)
+
+
+def other_table(engine: RankEngine) -> AbstractContextManager[None]:
+    return replaced(path_of(engine), "tuning", OTHER_TABLE)
+
+
+def other_fp8_scale(engine: RankEngine) -> AbstractContextManager[None]:
+    """A scale that this rank would decode its peers' rows with, and they theirs without."""
+    return replaced(path_of(engine), "quantisation_scales", (OTHER_SCALE,))
 
 
 def other_buffer_shape(engine: RankEngine) -> AbstractContextManager[None]:

@@ -320,9 +320,10 @@ def test_only_a_decode_role_may_prefill_nothing():
 def test_roles_that_are_not_built_are_not_launched(mode):
     with pytest.raises(ConfigError, match=f"disaggregation_mode='{mode}'"):
         refuse_unbuilt(Limits(disaggregation_mode=mode))
-    with pytest.raises(ConfigError, match="cutedsl"):
-        refuse_unbuilt(Limits(), "cutedsl")
-    refuse_unbuilt(Limits(), "auto")
+    with pytest.raises(ConfigError, match="experts='cutedsl' does not run"):
+        refuse_unbuilt(Limits(), "cutedsl", "cpu")
+    refuse_unbuilt(Limits(), "cutedsl", "cuda")
+    refuse_unbuilt(Limits(), "auto", "cpu")
 
 
 # Capacity.

@@ -289,7 +289,7 @@ def one_layer(
 
     dispatched = dispatcher.dispatch(x_TH, ids_TK, weights_TK, geometry, NUM_LOCAL_EXPERTS)
     local = LocalExperts(torch.nn.Identity(), experts, NUM_LOCAL_EXPERTS)
-    partial = routed_pairs(local, dispatched.x_RH, dispatched.expert_ids_RK, dispatched.expert_weights_RK)
+    partial = routed_pairs(local, dispatched.x_RH, dispatched.local_ids_RK, dispatched.expert_weights_RK)
     expected = x_TH * (weights_TK * (ids_TK + 1)).sum(dim=1, keepdim=True)
     return dispatcher.combine(partial, dispatched), expected
 

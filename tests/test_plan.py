@@ -2,20 +2,24 @@
 
 import re
 
+import msgspec
 import pytest
 import ray
 import torch
 import yaml
 from click.testing import CliRunner
-from expert_pool.cluster import CacheConfig, Limits, PoolConfig
+from expert_pool.cluster import CacheConfig, Limits, PoolConfig, WorkerConfig
 from expert_pool.cluster.cli import main
+from expert_pool.cluster.config import cutedsl_problems
 from expert_pool.cluster.plan_report import plan_pool
 from expert_pool.dispatch.capacity import CAPACITY_VARIABLE
 from expert_pool.dispatch.collectives import Collectives
 from expert_pool.dispatch.limits import step_widths
+from expert_pool.dispatch.pair_budget import ExpertShape, pair_budget
+from expert_pool.dispatch.pair_buffers import PairBuffers
 from expert_pool.dispatch.select import make_dispatcher
 from expert_pool.graphs.static import StaticBuffers
-from expert_pool.workers.exchange_sizes import budget_for, row_formats
+from expert_pool.workers.exchange_sizes import budget_for, pair_budget_for, row_formats
 from expert_pool.workers.graph_set import buffer_specs, draft_cache
 from expert_pool.workers.kv_cache import KvCache
 from models import FAMILIES
@@ -100,10 +104,62 @@ def test_a_single_rank_exchanges_nothing(tiny_moe, tmp_path):
 def test_h10_plan_shows_the_workspace_and_expert_rows_of_cutedsl_experts(tiny_moe, tmp_path):
     limits = {"max_dispatch_tokens_per_rank": 2048}
     output = plan(tiny_moe, tmp_path, ranks=4, dispatch="alltoall", experts="cutedsl", dtype="bfloat16", limits=limits)
-    rows, num_bytes = printed(output, "expert outputs")
-    assert (rows, num_bytes) == (4 * 2048, 4 * 2048 * 256 * 2)
     assert "FlashInfer" in output
-    assert "generate would refuse: experts='cutedsl' can be planned for, not launched" in output
+    assert "generate would refuse: experts='cutedsl' does not run on worker.device='cpu'" in output
+    settings = PoolConfig(
+        model=tiny_moe, ranks=4, dispatch="alltoall", experts="cutedsl", dtype="bfloat16", limits=Limits(**limits)
+    )
+    budget = pair_budget_for(plan_pool(settings).config)
+    assert budget.num_rows == 4 * 2048
+    parts = ("routing", "hidden", "outputs")
+    planned = [printed(output, f"experts: {part}") for part in parts]
+    assert {rows for rows, _ in planned} == {4 * 2048 * 2}, "each row with both of its experts on one rank"
+    assert planned[2][1] == 4 * 2048 * 2 * 256 * 2
+    assert sum(num_bytes for _, num_bytes in planned) == PairBuffers(budget, CPU).num_bytes
+
+
+def test_h15_buffers_of_cutedsl_experts_hold_the_largest_of_each_layer():
+    shapes = [ExpertShape(512, 64, 8, 4), ExpertShape(256, 384, 2, 16)]
+    buffers = PairBuffers(pair_budget(10, shapes), CPU)
+    for shape in shapes:
+        views = buffers.views(shape, 10)
+        num_pairs = 10 * min(shape.top_k, shape.num_local)
+        assert views.hidden_PI.shape == (num_pairs, shape.intermediate_size)
+        assert views.output_PH.shape == (num_pairs, shape.hidden_size)
+        assert views.offsets.shape == (shape.num_local + 1,)
+        assert views.position_RK.shape == (10 * shape.top_k,)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cutedsl_experts_are_refused_for_models_that_they_cannot_compute(family, random_models):
+    settings = {"model": random_models[family], "ranks": 2, "experts": "cutedsl", "worker": WorkerConfig(device="cuda")}
+    problems = plan_pool(PoolConfig(**settings, dtype="bfloat16")).problems
+    if family == "gpt_oss":
+        [problem] = problems
+        assert "cannot run gpt_oss's experts: they have biases and their weights are stored transposed" in problem
+        assert "set experts to 'torch'" in problem
+    else:
+        assert problems == ()
+    half = plan_pool(PoolConfig(**settings, dtype="float16")).problems
+    assert "experts='cutedsl' computes in bfloat16, the pool's dtype is float16" in half[0]
+    [twice] = plan_pool(PoolConfig(**settings, dtype="bfloat16", dispatch="mega")).problems
+    assert twice.startswith("experts='cutedsl' and dispatch='mega' both compute experts")
+
+
+def test_cutedsl_experts_are_refused_for_sizes_that_are_not_aligned(tiny_moe):
+    settings = {"model": tiny_moe, "ranks": 2, "experts": "cutedsl", "dtype": "bfloat16"}
+    config = plan_pool(PoolConfig(**settings, worker=WorkerConfig(device="cuda"))).config
+    assert cutedsl_problems(config) == ()
+    odd = tuple(msgspec.structs.replace(layer, intermediate_size=100) for layer in config.spec.moe)
+    spec = msgspec.structs.replace(config.spec, moe=odd)
+    [problem] = cutedsl_problems(msgspec.structs.replace(config, spec=spec))
+    assert "multiples of 8, qwen3_moe has 100: set experts to 'torch'" in problem
+
+
+def test_a_pool_of_cutedsl_experts_without_exchange_shows_their_buffers(tiny_moe, tmp_path):
+    output = plan(tiny_moe, tmp_path, ranks=1, experts="cutedsl", dtype="bfloat16", worker={"device": "cuda"})
+    assert printed(output, "experts: outputs") == (2048 * 2, 2048 * 2 * 256 * 2)
+    assert "generate would refuse" not in output
 
 
 def test_h11_plan_sizes_the_allgather_for_every_batch(tiny_moe, tmp_path):
@@ -171,9 +227,14 @@ def test_plan_of_a_bad_configuration_lists_every_problem(tiny_moe, tmp_path):
         limits={"max_prefill_tokens": 16384, "max_dispatch_tokens_per_rank": 100},
     )
     problems = [line for line in output.splitlines() if line.startswith("would fail: ")]
-    assert len(problems) == 3
+    assert len(problems) == 4
     for said, problem in zip(
-        ("cannot be divided over ranks=3", "is below the 2048 rows", "below the 16384 tokens of the largest forward"),
+        (
+            "cannot be divided over ranks=3",
+            "is below the 2048 rows",
+            "below the 16384 tokens of the largest forward",
+            "experts='cutedsl' computes in bfloat16, the pool's dtype is float32",
+        ),
         problems,
         strict=True,
     ):

@@ -42,6 +42,8 @@ class LocalState(msgspec.Struct, frozen=True):
         dispatcher: by name.
         expert_backend: by name.
         capacity: rows a rank that the exchange buffers hold.
+        tuning: of the expert backend; the table of paths where there is one.
+        quantisation_scales: with which ranks decode what others sent.
         capture_depth: captures under way; a step of a running pool is outside all of them.
         graphs: the committed graphs, in order.
     """
@@ -50,6 +52,8 @@ class LocalState(msgspec.Struct, frozen=True):
     dispatcher: str
     expert_backend: str
     capacity: int
+    tuning: str
+    quantisation_scales: tuple[float, ...]
     capture_depth: int
     graphs: CapturePlan
 
@@ -76,6 +80,8 @@ class StateReader:
             dispatcher=facts.dispatcher,
             expert_backend=facts.expert_backend,
             capacity=facts.capacity,
+            tuning=facts.tuning,
+            quantisation_scales=facts.quantisation_scales,
             capture_depth=self._graphs.mode.depth,
             graphs=self._graphs.committed,
         )
@@ -88,6 +94,9 @@ class StateReader:
             facts.dispatcher,
             facts.expert_backend,
             facts.capacity,
+            facts.tuning,
+            # The same numbers hash alike in every process, and spelling hundreds out would take its time every step.
+            hash(facts.quantisation_scales),
             graphs.mode.depth,
             graphs.committed_digest,
         )

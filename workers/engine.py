@@ -16,23 +16,21 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoTokenizer
 
-from ..dispatch.budget import ExchangeBudget
 from ..dispatch.collectives import Collectives, GroupName
 from ..dispatch.counts import CountTensors
-from ..dispatch.mega import MegaExperts
 from ..dispatch.moe import MoeExchange
-from ..dispatch.path import DispatchedPath, ExpertPath
-from ..dispatch.select import make_dispatcher
+from ..dispatch.probe import HostGroup
 from .agreement import Agreement, StateReader
 from .attention import AttentionBackend, SdpaAttention
 from .checkpoint import expert_bytes, load_sharded_model
-from .exchange_sizes import budget_for, row_formats
+from .exchange_sizes import loading_path, path_maker
 from .executor import StepExecutor
-from .graph_set import RecordingMeans, frozen_facts, make_draft, make_graphs
+from .graph_set import RecordingMeans, frozen_facts, make_backend, make_draft, make_graphs
 from .inspection import quiet_transformers
 from .kv_cache import BlockAllocator, KvCache
 from .mailbox import Inbox, Outbox
 from .model import TargetModel
+from .path_choice import PathChoice
 from .random_weights import make_random_model
 from .rank_config import LoadReport, RankConfig
 from .same_code import require_same_code
@@ -104,9 +102,10 @@ class RankEngine:
     def load(self) -> LoadReport:
         """Read this rank's weights and allocate its cache and buffers."""
         config, spec = self.config, self.config.spec
-        layout, budget = config.layout, budget_for(config)
-        path = self._path(budget)
-        exchange = MoeExchange(layout, self.rank, path, self._collectives)
+        layout = config.layout
+        assert dist.group.WORLD is not None, "join comes before load"
+        maker = path_maker(config, self.rank, self._collectives, dist.group.WORLD, self._device)
+        exchange = MoeExchange(layout, self.rank, loading_path(config, maker), self._collectives)
         mesh = init_device_mesh("cpu", (layout.world_size, 1), mesh_dim_names=("ep", "tp"))
         peak_before, started = _peak_memory(), time.perf_counter()
         if config.weights == "random":
@@ -116,9 +115,9 @@ class RankEngine:
         load_seconds, peak_after = time.perf_counter() - started, _peak_memory()
         own_experts = expert_bytes(model)
         dense_bytes = sum(parameter.nbytes for parameter in model.parameters()) - own_experts
-        if isinstance(path, MegaExperts):
-            for layer in spec.moe:
-                path.adopt(model.get_submodule(layer.name), layer.name, layer.num_experts, layer.top_k)
+        hosts = HostGroup(self._host_group, self.rank)
+        settled = PathChoice(config, maker, hosts, make_backend(self._device)).settle(model, exchange)
+        exchange.path = path = settled.path
         with torch.inference_mode(False):
             cache = KvCache(
                 spec.attention, config.num_blocks, config.block_size, getattr(torch, spec.dtype), self._device
@@ -164,6 +163,7 @@ class RankEngine:
             load_seconds=load_seconds,
             peak_memory_before=peak_before,
             peak_memory=peak_after,
+            experts=settled.lines,
         )
 
     def run(self) -> None:
@@ -178,27 +178,6 @@ class RankEngine:
     @property
     def _timeout(self) -> timedelta:
         return timedelta(seconds=self.config.worker.step_timeout_s)
-
-    def _path(self, budget: ExchangeBudget) -> ExpertPath:
-        """How this rank's rows reach their experts; the same kind on every rank."""
-        config, spec = self.config, self.config.spec
-        assert dist.group.WORLD is not None, "join comes before load"
-        world, layout = dist.group.WORLD, config.layout
-        if config.dispatch == "mega":
-            return MegaExperts(self._collectives, world, layout, self.rank, budget.capacity, self._device)
-        if config.dispatch != "flashinfer":
-            dispatcher = make_dispatcher(config.dispatch, self._collectives, self.rank, budget, self._device)
-            return DispatchedPath(dispatcher, self._device)
-        from ..dispatch.flashinfer_a2a import FlashInferDispatcher
-
-        layers = list(zip((layer.num_experts for layer in spec.moe), row_formats(spec), strict=True))
-        timeout_s = config.worker.step_timeout_s
-        return DispatchedPath(
-            FlashInferDispatcher(
-                self._collectives, world, layout, self.rank, budget.capacity, layers, timeout_s, self._device
-            ),
-            self._device,
-        )
 
     def _attention(self, cache: KvCache) -> AttentionBackend:
         """FlashInfer where it has kernels for all layers, PyTorch elsewhere; the same on every rank."""

@@ -31,6 +31,8 @@ def frozen_facts(path: ExpertPath) -> FrozenFacts:
         expert_backend=path.expert_backend,
         capacity=path.capacity,
         workspace_bytes=path.num_bytes,
+        tuning=path.tuning,
+        quantisation_scales=path.quantisation_scales,
     )
 
 

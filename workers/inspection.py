@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from ..dispatch.errors import CheckpointError
+from ..dispatch.expert_checks import unsupported_traits
 from .attention import ATTENTION_NAME, layer_index, register_attention
 from .model_spec import AttentionShape, ModelSpec, MoeShape
 
@@ -176,7 +177,7 @@ class _ShapeRecorder:
         self._model = model
         modules = dict(model.named_modules())
         for name in expert_modules:
-            modules[name].forward = self._experts_forward(name, modules[name].num_experts)
+            modules[name].forward = self._experts_forward(name, modules[name])
 
     def run(self) -> None:
         ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
@@ -206,12 +207,20 @@ class _ShapeRecorder:
         )
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
-    def _experts_forward(self, name: str, num_experts: int) -> Any:
+    def _experts_forward(self, name: str, experts: torch.nn.Module) -> Any:
+        num_experts: int = experts.num_experts  # type: ignore[assignment]
+        down, traits = getattr(experts, "down_proj", None), unsupported_traits(experts)
+        stacked = isinstance(down, torch.Tensor) and down.dim() == 3
+
         def forward(
             hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
         ) -> torch.Tensor:
             dtype = str(top_k_weights.dtype).removeprefix("torch.")
-            self.moe.append(MoeShape(name, num_experts, hidden_states.shape[1], top_k_index.shape[1], dtype))
+            hidden_size = hidden_states.shape[1]
+            # Whichever way round a projection is stored, it is as wide as the hidden state on one side.
+            intermediate_size = down[0].numel() // hidden_size if stacked else 0  # type: ignore[index]
+            top_k = top_k_index.shape[1]
+            self.moe.append(MoeShape(name, num_experts, hidden_size, top_k, dtype, intermediate_size, traits))
             return torch.empty_like(hidden_states)
 
         return forward

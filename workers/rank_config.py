@@ -5,7 +5,8 @@ import zlib
 import msgspec
 
 from ..dispatch.layout import Layout
-from ..dispatch.limits import ExpertsKind, Limits
+from ..dispatch.limits import ExpertsKind, Limits, QuantisationKind
+from ..dispatch.tuning import Tuning
 from .config import WeightsName, WorkerConfig
 from .model_spec import ModelSpec
 
@@ -18,8 +19,10 @@ class RankConfig(msgspec.Struct, frozen=True):
         layout: the arrangement of ranks.
         limits: bounds of a step, what the environment sets included.
         worker: how ranks compute.
-        dispatch: `local`, `allgather` or `alltoall`, resolved.
+        dispatch: resolved: a dispatcher, `local` for one rank, `mega`, or `measured`.
         experts: what computes the experts, resolved.
+        quantisation: in which experts are computed.
+        tuning: how paths are chosen where they are measured.
         capacity: the most rows one rank may dispatch in one step, resolved; not multiplied by `ep_size`.
         block_size: tokens of a KV block.
         num_blocks: KV blocks, the padding block included.
@@ -32,6 +35,8 @@ class RankConfig(msgspec.Struct, frozen=True):
     worker: WorkerConfig
     dispatch: str
     experts: ExpertsKind
+    quantisation: QuantisationKind
+    tuning: Tuning
     capacity: int
     block_size: int
     num_blocks: int
@@ -50,10 +55,11 @@ class LoadReport(msgspec.Struct, frozen=True):
         dense_bytes: parameters held in full.
         expert_bytes: parameters of its own experts.
         kv_cache_bytes: keys and values.
-        exchange_bytes: dispatch buffers.
+        exchange_bytes: dispatch and expert buffers.
         load_seconds: time to load the weights.
         peak_memory_before: peak resident memory of the process before the weights were read.
         peak_memory: peak resident memory of the process after.
+        experts: lines about the paths to the experts that were chosen and dropped; the same on every rank.
     """
 
     rank: int
@@ -64,3 +70,4 @@ class LoadReport(msgspec.Struct, frozen=True):
     load_seconds: float
     peak_memory_before: int
     peak_memory: int
+    experts: tuple[str, ...] = ()

@@ -1,0 +1,95 @@
+"""What every expert backend keeps: it computes the rows that a dispatcher brought to this rank.
+
+- **Equal on every rank**: the backend's kind, its buffers' sizes, the layers in their order, and `tuning`, which the
+  ranks agree on in `prepare`.
+- **Before any step, outside inference mode**: `adopt` once a layer, then `prepare` once. From then on nothing is
+  allocated, tuned or compiled for rows of a number that has been run before, so a step can be recorded after one run.
+- **Rows that carry no token cost nothing**: extents follow the ids on the device, and no value is read back.
+- **Undefined rows stay harmless**: ids may be any integer, hidden states and weights of slots without a pair may be
+  NaN; the result of a row without a pair is zero.
+- **Results repeat to the bit** where the backend says so in its docstring.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from .contract import Dispatched
+from .torch_experts import LocalExperts, routed_pairs, static_rows
+
+
+class ExpertBackend(Protocol):
+    """One way to compute received rows; see the module docstring for what it keeps.
+
+    Attributes:
+        name: what computes.
+        num_bytes: of this rank's buffers.
+        tuning: what was chosen for which rows; empty where nothing is tuned.
+    """
+
+    name: str
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def tuning(self) -> str: ...
+
+    def adopt(self, experts: torch.nn.Module, name: str, num_experts: int, top_k: int) -> None:
+        """Take note of one layer's experts.
+
+        Args:
+            experts: the model's own experts module, sharded, on this rank's device.
+            name: for messages.
+            num_experts: of the layer, over all ranks.
+            top_k: experts a token goes to.
+
+        Raises:
+            ConfigError: on every rank alike, where the backend cannot compute these experts.
+        """
+        ...
+
+    def prepare(self, group: dist.ProcessGroup | None) -> None:
+        """Compile and tune for all adopted layers; collective over `group`, whose ranks end with the same choice.
+
+        Args:
+            group: of the host (Gloo); `None` for one rank alone.
+
+        Raises:
+            ConfigError: on every rank alike, when rank 0 found nothing that runs.
+        """
+        ...
+
+    def run(self, experts: LocalExperts, dispatched: Dispatched) -> torch.Tensor:
+        """`[R, H]` received rows -> `[R, H]`: weighted sums over this rank's experts, zero where it owns none.
+
+        The result may live in `dispatched.combine_input_RH`.
+        """
+        ...
+
+
+class TorchExperts:
+    """The model's own experts module, with PyTorch's grouped GEMM; needs no preparation.
+
+    Repeats to the bit.
+
+    Args:
+        device: where rows are; on a GPU, shapes must not depend on the routing.
+    """
+
+    name = "torch grouped_mm"
+    num_bytes = 0
+    tuning = ""
+
+    def __init__(self, device: torch.device):
+        self._compute = static_rows if device.type == "cuda" else routed_pairs
+
+    def adopt(self, experts: torch.nn.Module, name: str, num_experts: int, top_k: int) -> None:
+        """Nothing: the module computes its own layer."""
+
+    def prepare(self, group: dist.ProcessGroup | None) -> None:
+        """Nothing is compiled or tuned."""
+
+    def run(self, experts: LocalExperts, dispatched: Dispatched) -> torch.Tensor:
+        return self._compute(experts, dispatched.x_RH, dispatched.local_ids_RK, dispatched.expert_weights_RK)

@@ -1,0 +1,78 @@
+"""Several ways to the experts as one: each step takes the one that the table says for its rows."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from .geometry import StepGeometry
+from .path import ExpertPath
+from .path_table import PathTable
+from .torch_experts import LocalExperts
+
+
+class MeasuredPath:
+    """Keeps `dispatch.path.ExpertPath` with a path for every number of rows.
+
+    A step is looked up by `runtime_max_tokens_per_rank`: all ranks have the same from the step plan, so all take the
+    same path, and a recorded step keeps the one it was recorded with. The table is part of what ranks compare before
+    every step.
+
+    Args:
+        members: by name, with the layers they compute; those of the table, equal on every rank.
+        table: equal on every rank.
+        shapes: of the layers, by `id` of their experts module.
+        num_bytes: of the buffers of all members, those that several share counted once.
+        rank: this rank.
+        capacity: the most rows a rank that a step has, covered by the table.
+    """
+
+    name = "measured"
+
+    def __init__(
+        self,
+        members: Mapping[str, ExpertPath],
+        table: PathTable,
+        shapes: Mapping[int, str],
+        num_bytes: int,
+        rank: int,
+        capacity: int,
+    ):
+        self.members = dict(members)
+        self.table = table
+        self.capacity = capacity
+        self.num_bytes = num_bytes
+        self.expert_backend = "; ".join(f"{name}: {member.expert_backend}" for name, member in members.items())
+        tuned = [f"{name}: {member.tuning}" for name, member in members.items() if member.tuning]
+        self.tuning = "; ".join([table.text, *tuned])
+        # Of kernels of one kind and several capacities, all have the same.
+        scales = dict.fromkeys(member.quantisation_scales for member in members.values())
+        self.quantisation_scales = tuple(scale for found in scales for scale in found)
+        self._shapes = dict(shapes)
+        self._rank = rank
+
+    def adopt(self, experts: torch.nn.Module, name: str, num_experts: int, top_k: int) -> None:
+        """Take over one layer's experts with every member; collective over all ranks."""
+        for member in self.members.values():
+            member.adopt(experts, name, num_experts, top_k)
+
+    def prepare(self, group: dist.ProcessGroup | None) -> None:
+        """Compile and tune every member; collective over `group`."""
+        for member in self.members.values():
+            member.prepare(group)
+
+    def member_for(self, experts: LocalExperts, geometry: StepGeometry) -> str:
+        """The name of the path that a step of this geometry takes through this layer; equal on every rank."""
+        shape = self._shapes[id(experts.module)]
+        return self.table.path_for(shape, geometry.runtime_max_tokens_per_rank(self._rank))
+
+    def run(
+        self,
+        experts: LocalExperts,
+        x_TH: torch.Tensor,
+        expert_ids_TK: torch.Tensor,
+        expert_weights_TK: torch.Tensor,
+        geometry: StepGeometry,
+    ) -> torch.Tensor:
+        member = self.members[self.member_for(experts, geometry)]
+        return member.run(experts, x_TH, expert_ids_TK, expert_weights_TK, geometry)

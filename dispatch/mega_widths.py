@@ -1,0 +1,15 @@
+"""Widths that the SM90 mega kernel takes; free of PyTorch, so that a pool is refused before any actor starts."""
+
+from .limits import QuantisationKind
+
+# Of hidden and intermediate sizes: the second GEMM's tile, TMA rows, and in blockwise fp8 the blocks of scales.
+_MULTIPLES = {"none": (256, 64), "fp8": (64, 64), "fp8_blockwise": (128, 128)}
+
+
+def width_problem(hidden_size: int, intermediate_size: int, quantisation: QuantisationKind) -> str | None:
+    """Which width the kernel does not take, if any."""
+    widths = (("hidden size", hidden_size), ("intermediate size", intermediate_size))
+    for (what, size), multiple in zip(widths, _MULTIPLES[quantisation], strict=True):
+        if size % multiple:
+            return f"{what} {size} is no multiple of {multiple}, as quantisation={quantisation!r} needs"
+    return None

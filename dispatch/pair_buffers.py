@@ -1,0 +1,61 @@
+"""The buffers of a grouped GEMM pair, as tensors."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .pair_budget import ExpertShape, PairBudget
+
+
+@dataclass(frozen=True)
+class PairViews:
+    """The parts of the buffers that one layer uses for `R` rows; `P` is the most pairs they make.
+
+    Attributes:
+        offsets: `[E + 1]` int32, where each expert's pairs start.
+        source_row_P: `[P]` int32, the row of each sorted pair.
+        position_RK: `[R * K]` int32, where each slot's pair stands.
+        hidden_PI: `[P, I]` bf16, between the projections.
+        output_PH: `[P, H]` bf16, after them.
+    """
+
+    offsets: torch.Tensor
+    source_row_P: torch.Tensor
+    position_RK: torch.Tensor
+    hidden_PI: torch.Tensor
+    output_PH: torch.Tensor
+
+
+class PairBuffers:
+    """Allocated once, outside inference mode, and shared by all layers, which run one after the other.
+
+    Args:
+        budget: sizes, equal on every rank.
+        device: where the rows live.
+    """
+
+    def __init__(self, budget: PairBudget, device: torch.device):
+        self.budget = budget
+        # Graphs write these in inference mode; a tensor made inside it could not be written outside.
+        with torch.inference_mode(False):
+            self._offsets = torch.zeros(budget.num_local + 1, dtype=torch.int32, device=device)
+            self._source_row = torch.zeros(budget.num_pairs, dtype=torch.int32, device=device)
+            self._position = torch.zeros(budget.num_slots, dtype=torch.int32, device=device)
+            self._hidden = torch.zeros(budget.hidden_elements, dtype=torch.bfloat16, device=device)
+            self._output = torch.zeros(budget.output_elements, dtype=torch.bfloat16, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        buffers = (self._offsets, self._source_row, self._position, self._hidden, self._output)
+        return sum(buffer.nbytes for buffer in buffers)
+
+    def views(self, shape: ExpertShape, num_rows: int) -> PairViews:
+        """The parts for this many rows of a layer, at most `budget.num_rows`."""
+        num_pairs = shape.max_pairs(num_rows)
+        return PairViews(
+            offsets=self._offsets[: shape.num_local + 1],
+            source_row_P=self._source_row[:num_pairs],
+            position_RK=self._position[: num_rows * shape.top_k],
+            hidden_PI=self._hidden[: num_pairs * shape.intermediate_size].view(num_pairs, shape.intermediate_size),
+            output_PH=self._output[: num_pairs * shape.hidden_size].view(num_pairs, shape.hidden_size),
+        )

@@ -1,0 +1,194 @@
+"""Making a way to the experts by its name, and saying beforehand why a rank cannot."""
+
+import importlib
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+
+from .budget import ExchangeBudget, RowFormat
+from .choice import PathCost
+from .collectives import Collectives
+from .contract import Dispatcher
+from .errors import ConfigError
+from .expert_checks import refuse_unsupported
+from .experts import ExpertBackend
+from .layout import Layout
+from .limits import QuantisationKind
+from .mega import MegaPath, refuse_experts
+from .mega_kernels import MegaKernels
+from .moe_layer import MoeLayer
+from .pair_budget import PairBudget
+from .path import DispatchedPath, ExpertPath
+from .path_table import PathName
+from .select import make_dispatcher, make_experts
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """What holds memory that all ranks have to give back together."""
+
+    def close(self) -> None:
+        """Give it back; collective over all ranks, none of which uses it any more."""
+        ...
+
+
+@dataclass(frozen=True)
+class PathMaker:
+    """What every path of one rank is made from.
+
+    Attributes:
+        collectives: through which steps exchange.
+        group: process group of all ranks.
+        layout: the arrangement of ranks, equal on every rank.
+        rank: this rank.
+        device: where rows are.
+        budget: sizes of exchange buffers, equal on every rank.
+        pair_budget: sizes of the buffers of CuTe DSL experts, equal on every rank.
+        formats: of rows, for each MoE layer with its number of experts; equal on every rank.
+        quantisation: of mega kernels, equal on every rank.
+        peer_timeout_s: bound on waits for a peer inside a kernel, where the kernel has one.
+    """
+
+    collectives: Collectives
+    group: dist.ProcessGroup
+    layout: Layout
+    rank: int
+    device: torch.device
+    budget: ExchangeBudget
+    pair_budget: PairBudget
+    formats: tuple[tuple[int, RowFormat], ...]
+    quantisation: QuantisationKind
+    peer_timeout_s: float
+    _dispatchers: dict[str, Dispatcher] = field(init=False, default_factory=dict)
+    _experts: dict[str, ExpertBackend] = field(init=False, default_factory=dict)
+
+    @cached_property
+    def kernels(self) -> MegaKernels:
+        """Prepared weights, which mega kernels of all capacities share."""
+        return MegaKernels(self.group, self.layout, self.rank, self.device, self.quantisation)
+
+    def cost_of(self, name: PathName, path: ExpertPath) -> PathCost:
+        """What keeping a path costs on this rank; paths over one dispatcher or backend share its buffers."""
+        if isinstance(path, DispatchedPath):
+            parts = {name.dispatch: path.dispatcher.num_bytes, name.experts: path.experts.num_bytes}
+            return PathCost(parts, "as loaded")
+        return PathCost({str(name): path.num_bytes}, f"mega, quantisation {self.quantisation}")
+
+    def refusal(self, name: PathName, layers: Sequence[MoeLayer], host_of_first: str) -> str | None:
+        """Why this rank cannot take the path, found without communicating.
+
+        Args:
+            name: of the path.
+            layers: it would compute.
+            host_of_first: the host name of rank 0: GPUs of several hosts are not known to reach each other's memory.
+        """
+        if name.experts == "torch" and name.dispatch != "flashinfer":
+            return None
+        if self.device.type != "cuda":
+            return f"worker.device is {self.device.type}, {name} needs NVIDIA GPUs"
+        reason: str | None = None
+        if name.dispatch in ("flashinfer", "mega"):
+            if socket.gethostname() != host_of_first:
+                return f"it is on {socket.gethostname()}, rank 0 on {host_of_first}: no NVLink between hosts was tried"
+            reason = _import_problem("flashinfer.moe_ep") or _peer_problem(self.device)
+        if reason is None and name.is_mega:
+            reason = self._hopper_problem() or self._weights_problem(layers, mega=True)
+            reason = reason or _import_problem("nvshmem.core") or _import_problem("cutlass")
+        if reason is None and name.experts == "cutedsl":
+            reason = self._hopper_problem() or self._weights_problem(layers, mega=False)
+            reason = reason or _import_problem("triton") or _import_problem("quack")
+        return reason
+
+    def make(self, name: PathName) -> ExpertPath:
+        """The path; collective over all ranks, which make the same paths in the same order.
+
+        Raises:
+            ConfigError: the name of no path.
+        """
+        if name.capacity is not None:
+            return MegaPath(self.collectives, self.kernels, self.rank, name.capacity)
+        if name.experts not in ("torch", "cutedsl"):
+            raise ConfigError(f"path {str(name)!r}: no experts {name.experts!r} are known; use torch or cutedsl")
+        if name.experts not in self._experts:
+            self._experts[name.experts] = make_experts(name.experts, self.pair_budget, self.device)
+        if name.dispatch not in self._dispatchers:
+            self._dispatchers[name.dispatch] = self._dispatcher(name.dispatch)
+        return DispatchedPath(self._dispatchers[name.dispatch], self._experts[name.experts])
+
+    def keep_only(self, names: Sequence[PathName]) -> None:
+        """Give up what none of these paths uses; collective over all ranks."""
+        for kind in [kind for kind in self._dispatchers if kind not in {name.dispatch for name in names}]:
+            dispatcher = self._dispatchers.pop(kind)
+            if isinstance(dispatcher, Closable):
+                dispatcher.close()
+        for kind in [kind for kind in self._experts if kind not in {name.experts for name in names}]:
+            del self._experts[kind]
+        kept = {name.capacity for name in names if name.is_mega}
+        if not kept:
+            self.kernels.close()
+        for capacity in set(self.kernels.capacities) - kept:
+            self.kernels.drop_capacity(capacity)
+
+    def _dispatcher(self, kind: str) -> Dispatcher:
+        if kind != "flashinfer":
+            return make_dispatcher(kind, self.collectives, self.rank, self.budget, self.device)
+        from .flashinfer_a2a import FlashInferDispatcher
+
+        return FlashInferDispatcher(
+            self.collectives,
+            self.group,
+            self.layout,
+            self.rank,
+            self.budget.capacity,
+            list(self.formats),
+            self.peer_timeout_s,
+            self.device,
+        )
+
+    def _hopper_problem(self) -> str | None:
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return None if (major, minor) == (9, 0) else f"its GPU is SM{major}{minor}, the kernel needs SM90 (Hopper)"
+
+    def _weights_problem(self, layers: Sequence[MoeLayer], mega: bool) -> str | None:
+        try:
+            for layer in layers:
+                if mega:
+                    refuse_experts(layer.experts.module, layer.name, self.quantisation)
+                else:
+                    refuse_unsupported(layer.experts.module, layer.name, "experts='cutedsl'", "experts='torch'")
+        except ConfigError as error:
+            return str(error)
+        return None
+
+
+def copy_bytes(layers: Sequence[MoeLayer], quantisation: QuantisationKind) -> int:
+    """Bytes of the weights of these layers in the mega kernel's layout, as far as they are a copy.
+
+    In bfloat16 the second projection is the model's own tensor seen the other way round; in fp8 both are new, a byte
+    a number.
+    """
+    if quantisation == "none":
+        return sum(layer.parameters["gate_up_proj"].nbytes for layer in layers)
+    return sum(weights.numel() for layer in layers for weights in layer.parameters.values())
+
+
+def _import_problem(module: str) -> str | None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # libraries for GPUs raise whatever they like where there is none
+        return f"{module} cannot be imported: {type(error).__name__}: {error}"
+    return None
+
+
+def _peer_problem(device: torch.device) -> str | None:
+    """Only for GPUs that this process sees: with Ray's isolation it sees its own."""
+    own = device.index or 0
+    for peer in range(torch.cuda.device_count()):
+        if peer != own and not torch.cuda.can_device_access_peer(own, peer):
+            return f"its GPU {own} cannot reach the memory of GPU {peer}"
+    return None

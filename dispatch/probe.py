@@ -1,0 +1,96 @@
+"""What all ranks can do, found together: a way to the experts that one rank cannot take is taken by none.
+
+Every function here is collective over all ranks, on the host group; what they return is equal on every rank. What a
+rank can refuse by itself (a library that is missing, another GPU) is agreed on before anything collective is built, so
+that no rank waits inside a construction that another never enters.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+Built = TypeVar("Built")
+
+
+class Dropped(msgspec.Struct, frozen=True):
+    """A path that no rank takes because some rank cannot."""
+
+    path: str
+    rank: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path} dropped on all ranks: rank {self.rank}: {self.reason}"
+
+
+class HostGroup:
+    """All ranks, on the host.
+
+    Args:
+        group: a Gloo group of all ranks.
+        rank: this rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int):
+        self.group = group
+        self.rank = rank
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank brings, in rank order."""
+        found: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def from_first(self, value: Any) -> Any:
+        """What rank 0 brings."""
+        return self.gather(value if self.rank == 0 else None)[0]
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest of each number over all ranks."""
+        reduced = values.to("cpu", torch.float64, copy=True)
+        dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self.group)
+        return reduced
+
+    def meet(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier(self.group)
+
+
+def agree_on_refusals(group: HostGroup, refusals: Mapping[str, str | None]) -> dict[str, Dropped]:
+    """The paths that some rank refuses, with the first of those ranks and its reason.
+
+    Args:
+        group: all ranks.
+        refusals: of this rank, by path: why it cannot take it, or `None`. The same paths on every rank.
+    """
+    by_rank = group.gather(dict(refusals))
+    dropped: dict[str, Dropped] = {}
+    for rank, found in enumerate(by_rank):
+        for path, reason in found.items():
+            if reason is not None:
+                dropped.setdefault(path, Dropped(path, rank, reason))
+    return dropped
+
+
+def attempt(group: HostGroup, path: str, build: Callable[[], Built]) -> Built | Dropped:
+    """What `build` returns, if it does on every rank; otherwise which rank it failed on, and why.
+
+    Args:
+        group: all ranks.
+        path: that is being built.
+        build: may be collective; what it raises is taken as this rank's refusal.
+    """
+    built: Built | None = None
+    reason: str | None = None
+    try:
+        built = build()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    dropped = agree_on_refusals(group, {path: reason}).get(path)
+    if dropped is not None:
+        return dropped
+    assert built is not None
+    return built

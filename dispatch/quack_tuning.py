@@ -1,0 +1,132 @@
+"""Which tile a grouped GEMM takes for how many rows: candidates, measurement on rank 0, one choice for all ranks.
+
+QuACK's own tuner tries some forty tiles a shape and takes 8 to 30 s for it. These few are chosen for what differs here:
+with few rows an expert (decode) a GEMM streams weights, wants small tiles and single blocks; with many (prefill) it
+computes, wants large tiles and clusters that share loads.
+"""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .errors import ConfigError
+from .quack_gemm import GemmTile
+
+logger = logging.getLogger(__name__)
+
+_TUNED_ROWS = (16, 64, 256, 1024, 4096, 16384)
+_MANY_PAIRS = 96
+_LAUNCHES = 10
+_REPLAYS = 4
+
+_STREAMING = (
+    GemmTile(64, 128, True),
+    GemmTile(64, 256, True),
+    GemmTile(128, 128, True),
+    GemmTile(128, 192, True),
+    GemmTile(128, 256, False),
+)
+_COMPUTING = (
+    GemmTile(128, 192, True),
+    GemmTile(128, 256, False),
+    GemmTile(128, 256, False, 2, 1),
+    GemmTile(256, 128, False, 2, 1),
+)
+_SHARING_ROWS = GemmTile(128, 256, False, 1, 2)
+
+
+def tuned_rows(max_rows: int) -> tuple[int, ...]:
+    """Numbers of received rows that get a choice of their own, ascending up to the most there are."""
+    return (*(rows for rows in _TUNED_ROWS if rows < max_rows), max_rows)
+
+
+def gate_up_tiles(pairs_an_expert: float) -> Sequence[GemmTile]:
+    """Candidates for the first GEMM, which gathers its rows and so takes no cluster of columns."""
+    return _COMPUTING if pairs_an_expert > _MANY_PAIRS else _STREAMING
+
+
+def down_tiles(pairs_an_expert: float) -> Sequence[GemmTile]:
+    """Candidates for the second GEMM."""
+    return (*_COMPUTING, _SHARING_ROWS) if pairs_an_expert > _MANY_PAIRS else _STREAMING
+
+
+@dataclass(frozen=True)
+class TileTable:
+    """Tiles of both GEMMs of one shape of layer; equal on every rank.
+
+    Attributes:
+        num_rows: received rows, ascending; each entry holds up to its number.
+        tiles: of the first and second GEMM, one pair an entry.
+    """
+
+    num_rows: tuple[int, ...]
+    tiles: tuple[tuple[GemmTile, GemmTile], ...]
+
+    def tiles_for(self, num_rows: int) -> tuple[GemmTile, GemmTile]:
+        """Of the first entry that holds this many rows; `num_rows` is at most the last entry's."""
+        return self.tiles[bisect_left(self.num_rows, num_rows)]
+
+    def __str__(self) -> str:
+        entries = zip(self.num_rows, self.tiles, strict=True)
+        return ", ".join(f"<={rows} {gate_up}+{down}" for rows, (gate_up, down) in entries)
+
+
+def fastest(candidates: Sequence[GemmTile], launch: Callable[[GemmTile], None]) -> GemmTile:
+    """The candidate whose launches take the least time on this GPU; a candidate that fails is said and left out.
+
+    Raises:
+        ConfigError: none of them runs.
+    """
+    times: dict[GemmTile, float] = {}
+    for tile in candidates:
+        try:
+            times[tile] = _milliseconds(tile, launch)
+        except Exception as error:
+            logger.warning("tile %s left out: %s: %s", tile, type(error).__name__, error)
+    if not times:
+        raise ConfigError("experts='cutedsl': no tile of QuACK's grouped GEMM runs here: set experts to 'torch'")
+    return min(times, key=lambda tile: times[tile])
+
+
+def _milliseconds(tile: GemmTile, launch: Callable[[GemmTile], None]) -> float:
+    """Time of a launch inside a CUDA graph, where the host's part of it does not count."""
+    launch(tile)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_LAUNCHES):
+            launch(tile)
+    graph.replay()
+    best = float("inf")
+    for _ in range(_REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) / _LAUNCHES)
+    return best
+
+
+def agree_on(group: dist.ProcessGroup | None, tune: Callable[[], TileTable]) -> TileTable:
+    """What rank 0 finds, on every rank; collective over `group`.
+
+    Raises:
+        ConfigError: on every rank alike, when rank 0 found nothing.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return tune()
+    found: list[TileTable | str | None] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            found[0] = tune()
+        except Exception as error:
+            found[0] = f"{type(error).__name__}: {error}"
+    dist.broadcast_object_list(found, group_src=0, group=group)
+    if not isinstance(found[0], TileTable):
+        raise ConfigError(f"tuning on rank 0 failed: {found[0]}")
+    return found[0]

@@ -1,0 +1,80 @@
+"""Tables kept in a file between starts: rank 0 reads and writes it, and the others get what rank 0 found."""
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+
+from .errors import ConfigError
+from .probe import HostGroup
+from .tuning import TableRow
+
+_LIBRARIES = ("torch", "flashinfer-python", "quack-kernels", "nvidia-cutlass-dsl")
+
+
+class TableCache:
+    """The tables of one file, by what they hold for.
+
+    Args:
+        path: of the file, on rank 0's node; equal on every rank.
+        group: all ranks.
+    """
+
+    def __init__(self, path: str, group: HostGroup):
+        self._path = Path(path).expanduser()
+        self._group = group
+
+    def find(self, key: str) -> tuple[TableRow, ...] | None:
+        """The table under this key, as rank 0's file has it; collective.
+
+        Raises:
+            ConfigError: on every rank alike, where the file cannot be read.
+        """
+        rows, problem = self._group.from_first(self._read_row(key) if self._group.rank == 0 else None)
+        if problem is not None:
+            raise ConfigError(problem)
+        return rows
+
+    def keep(self, key: str, rows: tuple[TableRow, ...]) -> None:
+        """Write the table under this key; collective.
+
+        Raises:
+            ConfigError: on every rank alike, where the file cannot be written.
+        """
+        problem = self._group.from_first(self._write(key, rows) if self._group.rank == 0 else None)
+        if problem is not None:
+            raise ConfigError(problem)
+
+    def _read_row(self, key: str) -> tuple[tuple[TableRow, ...] | None, str | None]:
+        try:
+            return self._read().get(key), None
+        except (OSError, msgspec.DecodeError) as error:
+            return None, f"tuning.cache={str(self._path)!r} cannot be read: {error}; remove it, or name another file"
+
+    def _read(self) -> dict[str, tuple[TableRow, ...]]:
+        if not self._path.exists():
+            return {}
+        return msgspec.json.decode(self._path.read_bytes(), type=dict[str, tuple[TableRow, ...]])
+
+    def _write(self, key: str, rows: tuple[TableRow, ...]) -> str | None:
+        try:
+            tables = self._read() | {key: rows}
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+            unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(tables), indent=1))
+            unfinished.replace(self._path)
+        except (OSError, msgspec.DecodeError) as error:
+            return f"tuning.cache={str(self._path)!r} cannot be written: {error}; name a file that can be"
+        return None
+
+
+def library_versions() -> str:
+    """What computes paths, with versions; those that are not installed are left out."""
+    found = []
+    for library in _LIBRARIES:
+        try:
+            found.append(f"{library} {version(library)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)

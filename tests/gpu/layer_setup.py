@@ -1,0 +1,277 @@
+"""Ranks, one MoE layer with its inputs and float32 reference, and every path to its experts; for check_layers.py."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from expert_pool.dispatch.budget import RowFormat, exchange_budget, exchange_rows
+from expert_pool.dispatch.collectives import Collectives
+from expert_pool.dispatch.contract import INVALID_EXPERT_ID
+from expert_pool.dispatch.geometry import StepGeometry
+from expert_pool.dispatch.layout import Layout
+from expert_pool.dispatch.limits import Limits
+from expert_pool.dispatch.pair_budget import ExpertShape, pair_budget
+from expert_pool.dispatch.path import DispatchedPath
+from expert_pool.dispatch.select import make_dispatcher, make_experts
+from expert_pool.dispatch.torch_experts import LocalExperts
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+GROUP_TIMEOUT = timedelta(seconds=100)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of one MoE layer."""
+
+    hidden: int
+    experts: int
+    top_k: int
+    intermediate: int
+
+
+SIZES = {
+    "Q": Size(2048, 128, 8, 768),
+    "D": Size(7168, 64, 8, 2048),
+    "small": Size(64, 8, 2, 32),
+}
+
+
+class World:
+    """This process among its peers, with the groups of a rank."""
+
+    def __init__(self, rank: int, size: int, port: int):
+        self.rank, self.size = rank, size
+        self.layout = Layout(size)
+        self.device = torch.device("cuda", rank)
+        self.started = time.perf_counter()
+        torch.cuda.set_device(self.device)
+        self.host_group: dist.ProcessGroup | None = None
+        self.ep_group: Any = None
+        if size > 1:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl",
+                init_method=f"tcp://127.0.0.1:{port}",
+                rank=rank,
+                world_size=size,
+                timeout=GROUP_TIMEOUT,
+                device_id=self.device,
+            )
+            self.host_group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+            self.ep_group = dist.group.WORLD
+        self.collectives = Collectives({"ep": self.ep_group} if size > 1 else {})
+
+    def say(self, line: str) -> None:
+        if self.rank == 0:
+            print(f"[{time.perf_counter() - self.started:6.1f}s] {line}", flush=True)
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank holds, on the host."""
+        if self.host_group is None:
+            return [value]
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self.host_group)
+        return values
+
+    def meet(self) -> None:
+        torch.cuda.synchronize()
+        self.gather(None)
+
+
+@dataclass
+class Layer:
+    """One MoE layer of a world: this rank's experts, on its own GPU, from its own seed."""
+
+    world: World
+    size: Size
+    local: LocalExperts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.local = self.make_experts()
+
+    @property
+    def num_local(self) -> int:
+        return self.size.experts // self.world.size
+
+    def make_experts(self) -> LocalExperts:
+        """A module of the model family with random weights, equal at every call on a rank."""
+        size = self.size
+        config = Qwen3MoeConfig(
+            hidden_size=size.hidden,
+            moe_intermediate_size=size.intermediate,
+            num_experts=self.num_local,
+            num_experts_per_tok=size.top_k,
+        )
+        config._experts_implementation = "grouped_mm"
+        torch.set_default_dtype(torch.bfloat16)
+        with self.world.device:
+            module = Qwen3MoeExperts(config).requires_grad_(False)
+        torch.set_default_dtype(torch.float32)
+        module._is_expert_parallel = True
+        generator = torch.Generator(self.world.device).manual_seed(100 + self.world.rank)
+        module.gate_up_proj.normal_(0.0, size.hidden**-0.5, generator=generator)
+        module.down_proj.normal_(0.0, size.intermediate**-0.5, generator=generator)
+        return LocalExperts(module, module.forward, self.num_local)
+
+    def inputs(self, num_rows: int, seed: int) -> "Inputs":
+        """Fresh rows of this rank, routed to distinct experts."""
+        size, device = self.size, self.world.device
+        generator = torch.Generator(device).manual_seed(1000 * seed + self.world.rank)
+        x = torch.randn(num_rows, size.hidden, generator=generator, device=device).to(torch.bfloat16)
+        scores = torch.rand(num_rows, size.experts, generator=generator, device=device)
+        weights, ids = scores.topk(size.top_k, dim=1)
+        return Inputs(x, ids, weights / weights.sum(dim=1, keepdim=True))
+
+    def reference(self, inputs: "Inputs") -> torch.Tensor:
+        """`[T, H]` in float32 over all ranks' experts; collective."""
+        world, size = self.world, self.size
+        counts = world.gather(inputs.x.shape[0])
+        largest = max(*counts, 1)
+        everyone = [self._everywhere(inputs.padded(largest), part, largest) for part in range(3)]
+        x, ids, weights = everyone
+        y = torch.zeros(world.size * largest, size.hidden, device=world.device)
+        first = world.rank * self.num_local
+        for expert in range(self.num_local):
+            row, slot = (ids == first + expert).nonzero(as_tuple=True)
+            for part in torch.arange(row.numel(), device=world.device).split(4096):
+                r, s = row[part], slot[part]
+                gate, up = (x[r].float() @ self.local.module.gate_up_proj[expert].float().T).chunk(2, dim=-1)
+                h = torch.nn.functional.silu(gate) * up
+                y.index_add_(0, r, (h @ self.local.module.down_proj[expert].float().T) * weights[r, s].unsqueeze(1))
+        if world.size > 1:
+            dist.all_reduce(y)
+        return y.view(world.size, largest, -1)[world.rank, : inputs.x.shape[0]]
+
+    def _everywhere(self, padded: "Inputs", part: int, largest: int) -> torch.Tensor:
+        own = (padded.x, padded.ids, padded.weights)[part].contiguous()
+        if self.world.size == 1:
+            return own
+        gathered = own.new_empty(self.world.size * largest, own.shape[1])
+        dist.all_gather_into_tensor(gathered, own)
+        return gathered
+
+
+@dataclass
+class Inputs:
+    """Rows of one rank, `[T, H]` bf16, with `[T, K]` global ids and float32 weights."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+    def padded(self, num_rows: int, filler: float = 0.0) -> "Inputs":
+        """With rows that carry no token behind them, as the pool pads; what those hold is undefined."""
+        extra = num_rows - self.x.shape[0]
+        return Inputs(
+            torch.cat([self.x, self.x.new_full((extra, self.x.shape[1]), filler)]),
+            torch.cat([self.ids, self.ids.new_full((extra, self.ids.shape[1]), INVALID_EXPERT_ID)]),
+            torch.cat([self.weights, self.weights.new_zeros(extra, self.weights.shape[1])]),
+        )
+
+    def copy_from(self, other: "Inputs") -> None:
+        self.x.copy_(other.x)
+        self.ids.copy_(other.ids)
+        self.weights.copy_(other.weights)
+
+
+@dataclass
+class Built:
+    """A path that is ready to run, and how to give back what it holds."""
+
+    path: Any
+    experts: LocalExperts
+    close: Callable[[], None]
+    limit: float = 5e-3
+    filler: float = float("nan")
+
+    def run(self, inputs: Inputs, geometry: StepGeometry) -> torch.Tensor:
+        return self.path.run(self.experts, inputs.x, inputs.ids, inputs.weights, geometry)
+
+
+def dispatched(layer: Layer, dispatch: str, experts: str, capacity: int) -> Built:
+    """A dispatcher with an expert backend behind it."""
+    world, size = layer.world, layer.size
+    row_format = RowFormat(size.hidden, size.top_k, torch.bfloat16, torch.float32)
+    shape = ExpertShape(size.hidden, size.intermediate, size.top_k, layer.num_local)
+    budget = exchange_budget(Limits(), world.layout, [row_format], capacity=capacity)
+    pairs = pair_budget(exchange_rows(world.layout, capacity), [shape]) if experts == "cutedsl" else None
+    backend = make_experts(experts, pairs, world.device)
+    if dispatch == "flashinfer":
+        from expert_pool.dispatch.flashinfer_a2a import FlashInferDispatcher
+
+        dispatcher: Any = FlashInferDispatcher(
+            world.collectives,
+            world.ep_group,
+            world.layout,
+            world.rank,
+            capacity,
+            [(size.experts, row_format)],
+            60,
+            world.device,
+        )
+    else:
+        dispatcher = make_dispatcher(dispatch, world.collectives, world.rank, budget, world.device)
+    path = DispatchedPath(dispatcher, backend)
+    path.adopt(layer.local.module, "the layer", size.experts, size.top_k)
+    started = time.perf_counter()
+    path.prepare(world.host_group)
+    if path.tuning:
+        world.say(f"  tuned in {time.perf_counter() - started:.1f} s: {path.tuning}")
+
+    def close() -> None:
+        for link in getattr(dispatcher, "_links", {}).values():
+            link.destroy()
+
+    return Built(path, layer.local, close)
+
+
+def mega(layer: Layer, quantisation: str, capacity: int) -> Built:
+    """FlashInfer's mega kernel as the pool calls it, on a copy of the weights, which it takes over."""
+    world, size = layer.world, layer.size
+    local = layer.make_experts()
+    from expert_pool.dispatch import mega as mega_module
+
+    # The padding of mega paths stays finite: the kernel reads rows that carry no token.
+    if hasattr(mega_module, "MegaPath"):
+        from expert_pool.dispatch.mega_kernels import MegaKernels
+        from expert_pool.dispatch.moe_layer import MoeLayer
+
+        kernels = MegaKernels(world.ep_group, world.layout, world.rank, world.device, quantisation)
+        scales = fp8_scales(layer) if quantisation == "fp8" else (1.0, 1.0)
+        path = mega_module.MegaPath(world.collectives, kernels, world.rank, capacity)
+        path.adopt(MoeLayer("the layer", size.experts, size.top_k, size.hidden, local, scales))
+        limit = 5e-3 if quantisation == "none" else 8e-2
+        return Built(path, local, kernels.close, limit, 1e3)
+    if quantisation != "none":
+        raise NotImplementedError("this checkout has no mega kernel in fp8")
+    path = mega_module.MegaExperts(world.collectives, world.ep_group, world.layout, world.rank, capacity, world.device)
+    path.adopt(local.module, "the layer", size.experts, size.top_k)
+    return Built(path, local, lambda: [layer.destroy() for layer in path._layers.values()], 5e-3, 1e3)
+
+
+def fp8_scales(layer: Layer) -> tuple[float, float]:
+    """Scales of both projections' inputs from random rows, the largest of all ranks."""
+    inputs = layer.inputs(256, seed=77)
+    largest_h = 0.0
+    for expert in range(layer.num_local):
+        gate, up = (inputs.x @ layer.local.module.gate_up_proj[expert].T).float().chunk(2, dim=-1)
+        largest_h = max(largest_h, float((torch.nn.functional.silu(gate) * up).abs().max()))
+    found = torch.tensor(layer.world.gather((float(inputs.x.abs().max()), largest_h))).max(dim=0).values
+    return tuple(float(value) * 1.05 / 448.0 for value in found)  # type: ignore[return-value]
+
+
+PATHS: dict[str, Callable[[Layer, int], Built]] = {
+    "local+torch": lambda layer, capacity: dispatched(layer, "local", "torch", capacity),
+    "local+cutedsl": lambda layer, capacity: dispatched(layer, "local", "cutedsl", capacity),
+    "allgather+torch": lambda layer, capacity: dispatched(layer, "allgather", "torch", capacity),
+    "allgather+cutedsl": lambda layer, capacity: dispatched(layer, "allgather", "cutedsl", capacity),
+    "flashinfer+torch": lambda layer, capacity: dispatched(layer, "flashinfer", "torch", capacity),
+    "flashinfer+cutedsl": lambda layer, capacity: dispatched(layer, "flashinfer", "cutedsl", capacity),
+    "mega": lambda layer, capacity: mega(layer, "none", capacity),
+    "mega-fp8": lambda layer, capacity: mega(layer, "fp8", capacity),
+    "mega-fp8-blockwise": lambda layer, capacity: mega(layer, "fp8_blockwise", capacity),
+}

@@ -1,0 +1,245 @@
+"""Real ranks measure their ways to the experts: all take the same, whatever each of them saw."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from expert_pool.cluster import CacheConfig, Limits, PoolConfig
+from expert_pool.dispatch.errors import ConfigError
+from expert_pool.dispatch.moe_layer import MoeLayer
+from expert_pool.dispatch.path import ExpertPath
+from expert_pool.dispatch.path_maker import PathMaker
+from expert_pool.dispatch.path_table import PathName
+from expert_pool.dispatch.probe import HostGroup
+from expert_pool.dispatch.tuning import TableRow, Tuning
+from expert_pool.graphs.backend import StaticReplayBackend
+from expert_pool.graphs.plan import plan_captures
+from expert_pool.workers.calibrate import calibrate
+from expert_pool.workers.engine import RankEngine
+from expert_pool.workers.exchange_sizes import path_maker
+from expert_pool.workers.measure import LayerTimer
+from expert_pool.workers.path_choice import PathChoice, Settled, moe_layers
+from plain_ranks import RankGang
+from rank_faults import OTHER_TABLE, other_table, replaced
+from rank_insides import path_of, run_script, target_of
+from test_capture_faults import WITHIN_S, disagree_while_running
+
+MIXED = (TableRow(4, "alltoall+torch"), TableRow(16, "allgather+torch"))
+BUCKETS = (1, 4, 16)
+PROMPTS = [[5, 17, 42], [9, 9]]
+NEW_TOKENS = 8
+
+
+def config_of(model: str, tuning: Tuning) -> PoolConfig:
+    return PoolConfig(
+        model=model,
+        ranks=2,
+        dispatch="measured",
+        limits=Limits(max_running_requests=4, cuda_graph_bs=(1, 4), chunked_prefill_size=16),
+        cache=CacheConfig(num_tokens=1024),
+        tuning=tuning,
+    )
+
+
+@pytest.fixture(scope="module")
+def gang(random_models: dict[str, str]) -> Iterator[RankGang]:
+    """Two ranks with a pinned table of two paths; tests have them choose again."""
+    with RankGang(config_of(random_models["qwen3_moe"], Tuning(table=MIXED))) as ranks:
+        yield ranks
+
+
+def choose_again(engine: RankEngine, **tuning: Any) -> Settled:
+    """What this rank's path would be under another tuning; the engine keeps the one it has."""
+    config = msgspec.structs.replace(engine.config, tuning=Tuning(repeats=1, **tuning))
+    target = target_of(engine)
+    world = engine._collectives._groups["ep"]
+    maker = path_maker(config, engine.rank, engine._collectives, world, engine._device)
+    choice = PathChoice(config, maker, HostGroup(engine._host_group, engine.rank), StaticReplayBackend())
+    return choice.settle(target.model, target._exchange)
+
+
+def times(by_path: dict[str, tuple[float, ...]]) -> Callable[..., float]:
+    """In place of a clock: what a rank measures, by path and bucket."""
+
+    def microseconds(timer: LayerTimer, path: ExpertPath, layer: MoeLayer, num_rows: int) -> float:
+        return by_path[path.name][BUCKETS.index(num_rows)]
+
+    return microseconds
+
+
+SEEN_BY_RANK = (
+    {"allgather": (1.0, 1.0, 5.0), "alltoall": (2.0, 4.0, 4.0)},
+    {"allgather": (9.0, 1.0, 5.0), "alltoall": (2.0, 2.0, 4.0)},
+)
+
+
+def table_though_clocks_differ(engine: RankEngine) -> list[tuple[int, str, float | None]]:
+    with replaced(LayerTimer, "microseconds", times(SEEN_BY_RANK[engine.rank])):
+        settled = choose_again(engine)
+    return [(row.rows, row.path, row.microseconds) for row in settled.path.table.rows]
+
+
+def test_all_ranks_take_what_is_best_on_the_slowest_of_them(gang):
+    expected = [(1, "alltoall+torch", 2.0), (4, "allgather+torch", 1.0), (16, "alltoall+torch", 4.0)]
+    assert gang.call(table_though_clocks_differ) == [expected] * 2
+
+
+def really_measured(engine: RankEngine) -> tuple[str, tuple[str, ...], bool]:
+    settled = choose_again(engine)
+    took = [row.microseconds for row in settled.path.table.rows]
+    return settled.path.tuning, settled.lines, all(time is not None and time > 0 for time in took)
+
+
+def test_what_is_really_measured_is_one_table_for_all(gang):
+    first, second = gang.call(really_measured)
+    assert first == second
+    assert first[2]
+    assert first[1][0].startswith("experts by table, measured, best of 2 paths")
+
+
+def issued(engine: RankEngine) -> tuple[dict[int, tuple[int, ...]], list[tuple[int, tuple[str, ...]]]]:
+    arrivals = [{0: [prompt]} for prompt in PROMPTS]
+    generated = run_script(engine, arrivals, NEW_TOKENS)
+    steps = [(step.padded[0], tuple(call.op for call in step.collectives)) for step in generated.steps]
+    return generated.token_ids, steps
+
+
+def test_each_step_takes_the_path_of_its_rows_and_generates_the_same(gang, references):
+    tokens: dict[int, tuple[int, ...]] = {}
+    for generated, steps in gang.call(issued):
+        tokens |= generated
+        assert {rows for rows, _ in steps} == {1, 16}
+        for rows, calls in steps:
+            assert set(calls[::2]) == {"all_to_all" if rows <= 4 else "all_gather"}
+    for key, prompt in enumerate(PROMPTS):
+        expected = references["qwen3_moe"].greedy(prompt, NEW_TOKENS)
+        assert tokens[key][: len(expected)] == expected
+
+
+def tuning_of_records(engine: RankEngine) -> tuple[str, set[str]]:
+    return path_of(engine).tuning, {
+        frozen.tuning for frozen in engine.graphs.rehearse(plan_captures(engine.config.limits))
+    }
+
+
+def test_the_table_is_part_of_what_a_recording_freezes(gang):
+    for tuning, recorded in gang.call(tuning_of_records):
+        assert tuning == "all layers to 4: alltoall+torch; all layers to 16: allgather+torch"
+        assert recorded == {tuning}
+
+
+def test_a_rank_with_another_table_is_an_error_on_every_rank(gang):
+    table = "all layers to 4: alltoall+torch; all layers to 16: allgather+torch"
+    for message, seconds, _ in gang.call(disagree_while_running, other_table, 1):
+        assert f"tuning differs (rank 0: {table}, rank 1: {OTHER_TABLE})" in message
+        assert seconds < WITHIN_S
+
+
+def never(*_: object) -> float:
+    raise AssertionError("measured again")
+
+
+def twice_with_a_cache(engine: RankEngine, path: str) -> tuple[str, str, str]:
+    first = choose_again(engine, cache=path)
+    with replaced(LayerTimer, "microseconds", never):
+        second = choose_again(engine, cache=path)
+    return first.path.tuning, second.path.tuning, second.lines[0]
+
+
+def test_a_cached_table_is_taken_without_measuring(gang, tmp_path):
+    file = str(tmp_path / "tables" / "mine.json")
+    for first, second, line in gang.call(twice_with_a_cache, file):
+        assert first == second
+        assert f"from tuning.cache={file}" in line
+    [(key, rows)] = msgspec.json.decode(Path(file).read_bytes()).items()
+    assert "2 x 1 ranks; 3 x (8 x 64 x 32 top-2); float32" in key
+    assert [row["rows"] for row in rows] == list(BUCKETS)
+
+
+def refusal_of(engine: RankEngine, tuning: dict[str, Any]) -> str:
+    try:
+        choose_again(engine, **tuning)
+    except ConfigError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_a_cache_that_rank_0_cannot_read_is_refused_on_every_rank(gang, tmp_path):
+    file = tmp_path / "broken.json"
+    file.write_text("{", "utf-8")
+    messages = gang.call(refusal_of, {"cache": str(file)})
+    assert messages[0] == messages[1]
+    assert f"tuning.cache='{file}' cannot be read" in messages[0]
+
+
+def test_a_pinned_table_above_the_bound_is_refused_on_every_rank(gang):
+    messages = gang.call(refusal_of, {"table": MIXED, "max_bytes": 100})
+    assert messages[0] == messages[1]
+    assert "above tuning.max_bytes=100: raise it, or name fewer paths" in messages[0]
+
+
+def without(engine: RankEngine, lost: str, how: str, faulty_rank: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Choose among paths of which one rank cannot take one."""
+    refusal, make = PathMaker.refusal, PathMaker.make
+
+    def refuses(maker: PathMaker, name: PathName, *arguments: Any) -> str | None:
+        return "has no such thing" if str(name) == lost else refusal(maker, name, *arguments)
+
+    def raises(maker: PathMaker, name: PathName) -> ExpertPath:
+        if str(name) == lost:
+            raise RuntimeError("has no such thing")
+        return make(maker, name)
+
+    with ExitStack() as faults:
+        if engine.rank == faulty_rank:
+            fault = ("refusal", refuses) if how == "refuses" else ("make", raises)
+            faults.enter_context(replaced(PathMaker, *fault))
+        settled = choose_again(engine)
+    return settled.path.table.names, settled.lines
+
+
+@pytest.mark.parametrize(("how", "reason"), [("refuses", ""), ("raises", "RuntimeError: ")])
+def test_a_path_that_one_rank_cannot_take_is_dropped_on_all_with_the_reason(how, reason, gang):
+    for names, lines in gang.call(without, "alltoall+torch", how, 1):
+        assert names == ("allgather+torch",)
+        assert f"alltoall+torch dropped on all ranks: rank 1: {reason}has no such thing" in lines
+        assert lines[-1] == "all ranks fall back to allgather+torch"
+
+
+def pinned_but_refused(engine: RankEngine) -> str:
+    refusal = PathMaker.refusal
+    with ExitStack() as faults:
+        if engine.rank == 1:
+            faults.enter_context(
+                replaced(PathMaker, "refusal", lambda maker, name, *rest: refusal(maker, name, *rest) or "cannot")
+            )
+        return refusal_of(engine, {"table": MIXED})
+
+
+def test_a_pinned_path_that_a_rank_cannot_take_is_an_error_and_not_replaced(gang):
+    for message in gang.call(pinned_but_refused):
+        assert message.startswith("tuning.table cannot run: alltoall+torch dropped on all ranks: rank 1: cannot")
+
+
+def scales_of(engine: RankEngine) -> list[tuple[float, float]]:
+    target = target_of(engine)
+    layers = moe_layers(engine.config, target.model, target._exchange)
+    maker = path_maker(
+        engine.config, engine.rank, engine._collectives, engine._collectives._groups["ep"], engine._device
+    )
+    group = HostGroup(engine._host_group, engine.rank)
+    from expert_pool.workers.exchange_sizes import loading_path
+
+    with replaced(target._exchange, "path", loading_path(engine.config, maker)):
+        return calibrate(engine.config.spec, target.model, target._exchange, layers, group, engine._device)
+
+
+def test_fp8_scales_are_the_same_numbers_on_every_rank_and_cover_what_the_model_computes(gang):
+    first, second = gang.call(scales_of)
+    assert first == second
+    assert len(first) == 3
+    # RMS-normed rows of width 64: some magnitude lies above 1, none above 8; with room by 4, over e4m3's largest 448.
+    assert all(4 / 448 < inputs < 32 / 448 and inner > 1e-6 for inputs, inner in first)

@@ -1,0 +1,176 @@
+"""Tables of paths: which path a number of rows takes, what is kept within a bound, and tables that are refused."""
+
+import math
+import re
+
+import msgspec
+import pytest
+from expert_pool.cluster import CacheConfig, Limits, PoolConfig, WorkerConfig, load_config
+from expert_pool.cluster.config import configuration_problems, resolve, resolve_unchecked
+from expert_pool.dispatch.choice import Measured, PathCost, choose
+from expert_pool.dispatch.errors import ConfigError, GeometryError
+from expert_pool.dispatch.layout import Layout
+from expert_pool.dispatch.path_table import PathName, PathTable, candidate_paths, measured_rows, shape_of
+from expert_pool.dispatch.tuning import TableRow, Tuning
+from expert_pool.workers.inspection import inspect_model
+
+LIMITS = Limits(max_running_requests=8, cuda_graph_bs=(1, 8), chunked_prefill_size=64)
+GPU = WorkerConfig(device="cuda")
+BUCKETS = (8, 64, 256)
+LAYER = "16 x 64 x 32 top-2"
+
+
+def table(*rows: tuple[int, str]) -> tuple[TableRow, ...]:
+    return tuple(TableRow(count, path) for count, path in rows)
+
+
+def config_of(model: str, **settings) -> PoolConfig:
+    settings = {"ranks": 2, "dispatch": "measured", "limits": LIMITS, "cache": CacheConfig(num_tokens=512)} | settings
+    return PoolConfig(model=model, **settings)
+
+
+@pytest.mark.parametrize("text", ["allgather+torch", "flashinfer+cutedsl", "mega@64"])
+def test_a_path_is_read_as_it_is_written(text):
+    assert str(PathName.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["mega", "mega@", "mega@0", "mega@x", "flashinfer", "+torch", ""])
+def test_what_names_no_path_is_refused_with_its_value(text):
+    with pytest.raises(ConfigError, match=re.escape(repr(text))):
+        PathName.parse(text)
+
+
+def test_a_step_takes_the_first_row_that_holds_it():
+    paths = PathTable(table((8, "a+b"), (64, "c+d")))
+    assert [paths.path_for(LAYER, rows) for rows in (1, 8, 9, 64)] == ["a+b", "a+b", "c+d", "c+d"]
+    with pytest.raises(GeometryError, match="no path for 65 rows"):
+        paths.path_for(LAYER, 65)
+
+
+def test_layers_of_different_shape_have_rows_of_their_own():
+    other = shape_of(8, 64, 32, 2)
+    paths = PathTable((TableRow(64, "a+b", LAYER), TableRow(64, "c+d", other)))
+    assert (paths.path_for(LAYER, 3), paths.path_for(other, 3)) == ("a+b", "c+d")
+
+
+def choice_of(times: dict[str, tuple[float, ...]], costs: dict[str, PathCost], max_bytes: int, copy_bytes: int = 0):
+    return choose(BUCKETS, [Measured(LAYER, 2, times)], costs, copy_bytes, max_bytes)
+
+
+def test_each_bucket_takes_its_fastest_path():
+    times = {"a+b": (1.0, 9.0, 9.0), "c+d": (5.0, 2.0, 3.0)}
+    costs = {name: PathCost({name: 10}, "as loaded") for name in times}
+    choice = choice_of(times, costs, 100)
+    assert [row.path for row in choice.table.rows] == ["a+b", "c+d", "c+d"]
+    assert choice.num_bytes == 20
+    assert [row.microseconds for row in choice.table.rows] == [1.0, 2.0, 3.0]
+
+
+def test_the_path_that_is_missed_least_is_given_up_first():
+    times = {"a+b": (1.0, 9.0, 9.0), "c+d": (5.0, 2.0, 3.0), "e+f": (1.5, 2.5, 3.5)}
+    costs = {name: PathCost({name: 10}, "as loaded") for name in times}
+    assert choice_of(times, costs, 19).table.names == ("e+f",)
+
+
+def test_a_copy_of_the_weights_counts_where_layouts_are_kept_side_by_side():
+    times = {"a+b": (1.0, 9.0, 9.0), "mega@256": (5.0, 2.0, 3.0)}
+    costs = {"a+b": PathCost({"a": 4, "b": 6}, "as loaded"), "mega@256": PathCost({"mega@256": 10}, "mega")}
+    assert choice_of(times, costs, 120, copy_bytes=100).table.names == ("a+b", "mega@256")
+    assert choice_of(times, costs, 119, copy_bytes=100).table.names == ("mega@256",)
+
+
+def test_buffers_that_paths_share_count_once():
+    times = {"a+b": (1.0, 9.0, 9.0), "a+d": (5.0, 2.0, 3.0)}
+    costs = {name: PathCost({"a": 10, name[2:]: 3}, "as loaded") for name in times}
+    assert choice_of(times, costs, 16).num_bytes == 16
+
+
+def test_a_path_that_gains_less_than_two_measurements_differ_is_not_kept():
+    times = {"a+b": (1.0, 9.0, 9.0), "c+d": (1.01, 9.0, 9.0)}
+    costs = {name: PathCost({name: 10}, "as loaded") for name in times}
+    assert len(choice_of(times, costs, 100).table.names) == 1
+
+
+def test_a_kernel_serves_no_more_rows_than_it_was_built_for():
+    times = {"mega@8": (1.0, math.inf, math.inf), "a+b": (5.0, 5.0, 5.0)}
+    costs = {name: PathCost({name: 10}, "as loaded") for name in times}
+    assert choice_of(times, costs, 10).table.names == ("a+b",)
+    message = re.escape("tuning.max_bytes=9 holds no path that reaches 256 rows a rank: set it to 10")
+    with pytest.raises(ConfigError, match=message):
+        choice_of(times, costs, 9)
+
+
+def test_candidates_on_gpus_are_kernels_of_several_capacities():
+    names = candidate_paths(Tuning(), "cuda", "torch", "none", 512)
+    assert list(map(str, names[-4:])) == ["mega@8", "mega@64", "mega@256", "mega@512"]
+    assert {"flashinfer+cutedsl", "allgather+torch"} <= set(map(str, names))
+    fp8 = candidate_paths(Tuning(mega_capacities=(16, 9999)), "cuda", "torch", "fp8", 512)
+    assert list(map(str, fp8)) == ["mega@16", "mega@512"]
+
+
+def test_experts_that_the_user_names_leave_no_others():
+    assert list(map(str, candidate_paths(Tuning(), "cuda", "cutedsl", "none", 512))) == ["flashinfer+cutedsl"]
+
+
+def test_every_graph_and_the_capacity_are_measured():
+    assert measured_rows(LIMITS, Layout(2), 64) == (1, 8, 16, 32, 64)
+    assert measured_rows(LIMITS, Layout(2, 2), 32) == (1, 4, 8, 16, 32)
+
+
+def test_auto_measures_on_gpus_and_not_on_cpus(tiny_moe):
+    spec = inspect_model(tiny_moe, None)
+    config = config_of(tiny_moe, dispatch="auto")
+    assert resolve(config, spec).dispatch == "allgather"
+    on_gpus = resolve(msgspec.structs.replace(config, worker=GPU), spec)
+    assert (on_gpus.dispatch, on_gpus.capacity) == ("measured", 64)
+
+
+REFUSED_TABLES = {
+    "unknown path": (table((64, "teleport+torch")), "path 'teleport+torch' does not exist on worker.device='cpu'"),
+    "no path": (table((64, "mega")), "path 'mega' is neither"),
+    "of another device": (table((64, "mega@64")), "path 'mega@64' does not exist on worker.device='cpu'"),
+    "misses rows": (table((8, "allgather+torch")), "ends at 8 rows for all layers, and a step may have 64"),
+    "falls": (table((64, "allgather+torch"), (8, "alltoall+torch")), "rows [64, 8] of all layers have to rise"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_TABLES)
+def test_a_pinned_table_that_cannot_serve_is_refused_with_its_value(case, tiny_moe):
+    rows, message = REFUSED_TABLES[case]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve(config_of(tiny_moe, tuning=Tuning(table=rows)), inspect_model(tiny_moe, None))
+
+
+def test_a_kernel_below_the_rows_of_its_line_is_refused(tiny_moe):
+    config = config_of(tiny_moe, worker=GPU, tuning=Tuning(table=table((64, "mega@32"))))
+    [problem] = configuration_problems(resolve_unchecked(config, inspect_model(tiny_moe, None)))
+    assert problem == "tuning.table: mega@32 cannot take 64 rows: name mega@64 or more"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quantisation": "fp8"}, "quantisation='fp8' does not run on worker.device='cpu'"),
+        ({"quantisation": "fp8", "dispatch": "allgather"}, "by the mega kernel alone, and dispatch is 'allgather'"),
+        ({"quantisation": "fp8", "ranks": 1, "worker": GPU}, "dispatch is 'local' (ranks=1)"),
+        ({"quantisation": "fp8_blockwise", "dispatch": "flashinfer", "worker": GPU}, "dispatch is 'flashinfer'"),
+        ({"dispatch": "alltoall", "tuning": Tuning(table=table((64, "a+b")))}, "tuning.table is for dispatch"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(settings, message, tiny_moe):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve(config_of(tiny_moe, **settings), inspect_model(tiny_moe, None))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_bytes": 0}, "tuning.max_bytes=0"),
+        ({"mega_capacities": [0]}, "tuning.mega_capacities=[0]"),
+        ({"table": []}, "tuning.table is empty"),
+        ({"tabel": []}, "did you mean tuning.table"),
+    ],
+)
+def test_a_mistyped_tuning_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(None, {"model": "somewhere", "tuning": settings})

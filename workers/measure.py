@@ -1,0 +1,92 @@
+"""How long one MoE layer takes through a path, recorded and replayed as in a step."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from ..dispatch.geometry import StepGeometry
+from ..dispatch.layout import Layout
+from ..dispatch.moe_layer import MoeLayer
+from ..dispatch.path import ExpertPath
+from ..dispatch.probe import HostGroup
+from ..graphs.backend import CaptureBackend
+
+_TRIALS = 3
+_POOL = "measure"
+
+
+class LayerTimer:
+    """Measures layers on one rank; all ranks measure the same, in the same order.
+
+    Args:
+        layout: the arrangement of ranks, equal on every rank.
+        group: all ranks, which meet before each trial.
+        backend: how steps are recorded on this device.
+        device: of the layers.
+        capacity: the most rows a rank brings to any step, equal on every rank.
+        repeats: replays of one trial, equal on every rank.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        group: HostGroup,
+        backend: CaptureBackend,
+        device: torch.device,
+        capacity: int,
+        repeats: int,
+    ):
+        self._layout = layout
+        self._group = group
+        self._backend = backend
+        self._device = device
+        self._capacity = capacity
+        self._repeats = repeats
+
+    @torch.inference_mode()
+    def microseconds(self, path: ExpertPath, layer: MoeLayer, num_rows: int) -> float:
+        """One layer with `num_rows` rows on every rank, the best of a few trials; collective over all ranks."""
+        layout = self._layout
+        geometry = StepGeometry.captured(layout, num_rows * layout.attn_tp_size, capacity=self._capacity)
+        rows = sample_rows(layer, num_rows, self._group.rank, self._device)
+        step = partial(path.run, layer.experts, *rows, geometry)
+        self._backend.warm_up(step)
+        self._group.meet()
+        graph = self._backend.record(step, _POOL)
+        clock = self._on_gpu if self._device.type == "cuda" else self._on_cpu
+        trials = []
+        for _ in range(_TRIALS):
+            self._group.meet()
+            trials.append(clock(graph.replay) / self._repeats)
+        return min(trials)
+
+    def _on_gpu(self, replay: Callable[[], torch.Tensor]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        replay()
+        start.record()
+        for _ in range(self._repeats):
+            replay()
+        end.record()
+        torch.cuda.synchronize(self._device)
+        return 1e3 * start.elapsed_time(end)
+
+    def _on_cpu(self, replay: Callable[[], torch.Tensor]) -> float:
+        started = time.perf_counter()
+        for _ in range(self._repeats):
+            replay()
+        return 1e6 * (time.perf_counter() - started)
+
+
+def sample_rows(
+    layer: MoeLayer, num_rows: int, rank: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, expert ids and routing weights of a rank, `[T, H]`, `[T, K]`, `[T, K]`, with routings spread evenly."""
+    generator = torch.Generator().manual_seed(1000 * num_rows + rank)
+    dtype = layer.parameters["gate_up_proj"].dtype
+    x_TH = torch.randn(num_rows, layer.hidden_size, generator=generator)
+    scores_TE = torch.rand(num_rows, layer.num_experts, generator=generator)
+    weights_TK, ids_TK = scores_TE.topk(layer.top_k, dim=-1)
+    weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+    return x_TH.to(device, dtype), ids_TK.to(device), weights_TK.to(device, layer.weights_dtype)

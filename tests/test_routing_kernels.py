@@ -1,18 +1,20 @@
 """The kernels around the grouped GEMM, in Triton's interpreter, against plain PyTorch; CUDA runs are in tests/gpu."""
 
-import os
-
-# Read by Triton when kernels are defined; this file is the only one that imports them on CPUs.
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="Triton is not installed, so its kernels cannot be interpreted")
-
-from expert_pool.dispatch.routing_kernels import sort_pairs, weighted_sum
+# Triton looks when it is imported and when kernels run; what other tests start must not inherit it.
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("TRITON_INTERPRET", "1")
+    pytest.importorskip("triton", reason="Triton is not installed, so its kernels cannot be interpreted")
+    from expert_pool.dispatch.routing_kernels import sort_pairs, weighted_sum
 
 CANARY = -77
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def reference(x_RH, ids_RK, weights_RK, first, num_local, scale_EH):
@@ -65,7 +67,7 @@ def check(x_RH, ids_RK, weights_RK, first, num_local, seed=0):
 
 @pytest.mark.parametrize(
     ("num_rows", "top_k", "num_experts", "num_local", "hidden_size"),
-    [(1, 1, 2, 1, 8), (7, 8, 16, 8, 96), (64, 6, 64, 16, 40), (129, 8, 8, 4, 16), (260, 16, 32, 4, 8)],
+    [(1, 1, 2, 1, 8), (7, 8, 16, 8, 96), (64, 6, 64, 16, 40), (129, 8, 8, 4, 16)],
 )
 def test_pairs_are_sorted_by_expert_and_summed_by_row(num_rows, top_k, num_experts, num_local, hidden_size):
     generator = torch.Generator().manual_seed(num_rows)
@@ -74,6 +76,20 @@ def test_pairs_are_sorted_by_expert_and_summed_by_row(num_rows, top_k, num_exper
     weights_RK = torch.rand(num_rows, top_k, generator=generator)
     for first in {0, num_experts - num_local}:
         check(x_RH, ids_RK, weights_RK, first, num_local)
+
+
+def test_more_slots_than_one_block_holds_are_sorted_alike():
+    generator = torch.Generator().manual_seed(9)
+    ids_RK = distinct_ids(1100, 8, 32, generator)
+    position_RK = torch.full(ids_RK.shape, CANARY, dtype=torch.int32)
+    offsets, source_row = torch.zeros(5, dtype=torch.int32), torch.zeros(4400, dtype=torch.int32)
+    sort_pairs(ids_RK, 8, 4, offsets, source_row, position_RK)
+    expected = [[row for row, ids in enumerate(ids_RK.tolist()) if expert in ids] for expert in range(8, 12)]
+    assert offsets.diff().tolist() == [len(rows) for rows in expected]
+    assert source_row[: offsets[-1]].tolist() == [row for rows in expected for row in rows]
+    here = (ids_RK >= 8) & (ids_RK < 12)
+    assert torch.equal(source_row[position_RK[here].long()].long(), here.nonzero()[:, 0])
+    assert (position_RK[~here] == CANARY).all()
 
 
 def test_experts_without_pairs_and_one_with_all():

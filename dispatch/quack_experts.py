@@ -91,7 +91,10 @@ class QuackExperts:
 
     def prepare(self, group: dist.ProcessGroup | None) -> None:
         by_shape = {(layer.shape, layer.num_experts): layer for layer in self._layers.values()}
+        # Paths over several dispatchers share one backend, and each prepares it.
         for key, layer in by_shape.items():
+            if key in self._tables:
+                continue
             self._tables[key] = agree_on(group, partial(self._tune, layer))
             for num_rows in self._tables[key].num_rows:
                 # A first run compiles on the ranks that tuned nothing.

@@ -142,7 +142,7 @@ def test_cutedsl_experts_are_refused_for_models_that_they_cannot_compute(family,
         assert problems == ()
     half = plan_pool(PoolConfig(**settings, dtype="float16")).problems
     assert "experts='cutedsl' computes in bfloat16, the pool's dtype is float16" in half[0]
-    [twice] = plan_pool(PoolConfig(**settings, dtype="bfloat16", dispatch="mega")).problems
+    twice, *_ = plan_pool(PoolConfig(**settings, dtype="bfloat16", dispatch="mega")).problems
     assert twice.startswith("experts='cutedsl' and dispatch='mega' both compute experts")
 
 

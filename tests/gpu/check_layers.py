@@ -24,7 +24,6 @@ BASELINES = ("bare", "transformers")
 def run_rank(rank: int, size: int, port: int, options: dict[str, Any], failures: Any) -> None:
     """One process: build the layer, then each part in turn; a part that fails is said and the next begins."""
     import torch
-    from expert_pool.dispatch import mega
     from layer_setup import PATHS, SIZES, Layer, World
 
     world = World(rank, size, port)
@@ -49,9 +48,6 @@ def run_rank(rank: int, size: int, port: int, options: dict[str, Any], failures:
         world.say(f"{what} ({time.perf_counter() - started:.1f} s)")
         return result
 
-    if "mega-fp8" in options["path"] and not hasattr(mega, "MegaPath"):
-        world.say("this checkout has no mega kernel in fp8: left out")
-        options["path"] = [name for name in options["path"] if name != "mega-fp8"]
     for name in options["geometry"]:
         layer = attempt(f"layer {name} {SIZES[name]}", Layer, world, SIZES[name])
         if layer is None:

@@ -106,7 +106,8 @@ def run(
         ranks=ranks,
         attn_tp_size=attn_tp_size,
         dtype="bfloat16",
-        dispatch=dispatch,
+        dispatch=dispatch.partition("+")[0],
+        experts=dispatch.partition("+")[2] or "auto",
         address="local",
         limits=Limits(
             chunked_prefill_size=1024,
@@ -147,7 +148,14 @@ def run(
 
 @click.command()
 @click.option("--layers", default=4, show_default=True, help="Of the Qwen3-30B-A3B geometry; 0 leaves it out.")
-@click.option("--dispatch", "dispatches", multiple=True, default=("allgather", "flashinfer", "mega"), show_default=True)
+@click.option(
+    "--dispatch",
+    "dispatches",
+    multiple=True,
+    default=("allgather", "flashinfer", "flashinfer+cutedsl", "mega"),
+    show_default=True,
+    help="A dispatch, or DISPATCH+EXPERTS.",
+)
 @click.option("--model", "only", multiple=True, default=("tiny_moe", "small"), show_default=True)
 @click.option("--layout", "layouts", multiple=True, default=("2x1",), show_default=True, help="dp_size x attn_tp_size.")
 def main(layers: int, dispatches: tuple[str, ...], only: tuple[str, ...], layouts: tuple[str, ...]) -> None:

@@ -13,7 +13,9 @@ from expert_pool.dispatch.collectives import Collectives
 from expert_pool.dispatch.contract import INVALID_EXPERT_ID
 from expert_pool.dispatch.geometry import StepGeometry
 from expert_pool.dispatch.layout import Layout
-from expert_pool.dispatch.limits import Limits
+from expert_pool.dispatch.limits import Limits, QuantisationKind
+from expert_pool.dispatch.mega import MegaPath
+from expert_pool.dispatch.mega_kernels import MegaKernels
 from expert_pool.dispatch.pair_budget import ExpertShape, pair_budget
 from expert_pool.dispatch.path import DispatchedPath
 from expert_pool.dispatch.select import make_dispatcher, make_experts
@@ -222,35 +224,20 @@ def dispatched(layer: Layer, dispatch: str, experts: str, capacity: int) -> Buil
     if path.tuning:
         world.say(f"  tuned in {time.perf_counter() - started:.1f} s: {path.tuning}")
 
-    def close() -> None:
-        for link in getattr(dispatcher, "_links", {}).values():
-            link.destroy()
-
-    return Built(path, layer.local, close)
+    return Built(path, layer.local, getattr(dispatcher, "close", lambda: None))
 
 
-def mega(layer: Layer, quantisation: str, capacity: int) -> Built:
-    """FlashInfer's mega kernel as the pool calls it, on a copy of the weights, which it takes over."""
-    world, size = layer.world, layer.size
-    local = layer.make_experts()
-    from expert_pool.dispatch import mega as mega_module
-
-    # The padding of mega paths stays finite: the kernel reads rows that carry no token.
-    if hasattr(mega_module, "MegaPath"):
-        from expert_pool.dispatch.mega_kernels import MegaKernels
-        from expert_pool.dispatch.moe_layer import MoeLayer
-
-        kernels = MegaKernels(world.ep_group, world.layout, world.rank, world.device, quantisation)
-        scales = fp8_scales(layer) if quantisation == "fp8" else (1.0, 1.0)
-        path = mega_module.MegaPath(world.collectives, kernels, world.rank, capacity)
-        path.adopt(MoeLayer("the layer", size.experts, size.top_k, size.hidden, local, scales))
-        limit = 5e-3 if quantisation == "none" else 8e-2
-        return Built(path, local, kernels.close, limit, 1e3)
-    if quantisation != "none":
-        raise NotImplementedError("this checkout has no mega kernel in fp8")
-    path = mega_module.MegaExperts(world.collectives, world.ep_group, world.layout, world.rank, capacity, world.device)
-    path.adopt(local.module, "the layer", size.experts, size.top_k)
-    return Built(path, local, lambda: [layer.destroy() for layer in path._layers.values()], 5e-3, 1e3)
+def mega(layer: Layer, quantisation: QuantisationKind, capacity: int) -> Built:
+    """FlashInfer's mega kernel as the pool calls it."""
+    world, size, module = layer.world, layer.size, layer.local.module
+    kernels = MegaKernels(world.ep_group, world.layout, world.rank, world.device, quantisation)
+    if quantisation == "fp8":
+        kernels.scales[id(module)] = fp8_scales(layer)
+    path = MegaPath(world.collectives, kernels, world.rank, capacity)
+    path.adopt(module, "the layer", size.experts, size.top_k)
+    limit = 5e-3 if quantisation == "none" else 8e-2
+    # The padding stays finite: the kernel reads rows that carry no token.
+    return Built(path, layer.local, kernels.close, limit, 1e3)
 
 
 def fp8_scales(layer: Layer) -> tuple[float, float]:

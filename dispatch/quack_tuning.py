@@ -26,7 +26,7 @@ _REPLAYS = 4
 _STREAMING = (
     GemmTile(64, 128, True),
     GemmTile(64, 256, True),
-    GemmTile(128, 128, True),
+    GemmTile(64, 192, True),
     GemmTile(128, 192, True),
     GemmTile(128, 256, False),
 )

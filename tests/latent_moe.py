@@ -1,7 +1,8 @@
 """A model family of Transformers' parts whose MoE layers differ in all that an exchange depends on.
 
-Even layers are Qwen3-MoE's. The experts of odd ones work on a narrower row (a latent), are of another number and size,
-and a token goes to another number of them. Importing this module makes the family known to Transformers.
+Odd layers are Qwen3-MoE's. The experts of even ones, the first included, work on a narrower row (a latent), are of
+another number and size, and a token goes to another number of them: what is sized for the first layer fits no other.
+Importing this module makes the family known to Transformers.
 """
 
 import copy
@@ -12,7 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 
 class LatentMoeConfig(Qwen3MoeConfig):
-    """Qwen3-MoE's fields, and those of odd layers: width of the latent, experts, their size, experts a token."""
+    """Qwen3-MoE's fields, and those of even layers: width of the latent, experts, their size, experts a token."""
 
     model_type = "test_latent_moe"
 
@@ -46,7 +47,7 @@ class LatentMoeForCausalLM(Qwen3MoeForCausalLM):
 
     def __init__(self, config: LatentMoeConfig):
         super().__init__(config)
-        for layer in self.model.layers[1::2]:
+        for layer in self.model.layers[0::2]:
             layer.mlp = LatentMoeBlock(config)
         self.post_init()
 

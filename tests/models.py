@@ -118,7 +118,7 @@ def _hunyuan_v1_moe() -> PreTrainedConfig:
         num_key_value_heads=2,
         head_dim=16,
         num_experts=8,
-        moe_topk=[1, 4, 2],
+        moe_topk=[1, 8, 2],
         intermediate_size=32,
         **COMMON,
     )
@@ -126,7 +126,7 @@ def _hunyuan_v1_moe() -> PreTrainedConfig:
 
 def _latent_moe() -> PreTrainedConfig:
     return LatentMoeConfig(
-        num_hidden_layers=4,
+        num_hidden_layers=3,
         num_key_value_heads=2,
         head_dim=16,
         num_experts=8,

@@ -16,8 +16,8 @@ from rank_insides import dispatcher_of, run_script
 NEW_TOKENS = 10
 # Experts, width of a row and experts a token, of each layer.
 SHAPES = {
-    "hunyuan_v1_moe": [(8, 64, 1), (8, 64, 4), (8, 64, 2)],
-    "test_latent_moe": [(8, 64, 2), (16, 32, 3), (8, 64, 2), (16, 32, 3)],
+    "hunyuan_v1_moe": [(8, 64, 1), (8, 64, 8), (8, 64, 2)],
+    "test_latent_moe": [(16, 32, 3), (8, 64, 2), (16, 32, 3)],
 }
 LAYOUTS = [(1, 1, "allgather"), (2, 1, "allgather"), (2, 1, "alltoall"), (2, 2, "alltoall")]
 CASES = [(family, *layout) for family in SHAPES for layout in LAYOUTS]

@@ -107,7 +107,7 @@ def transformers_us(layer: Layer, tokens: int) -> float:
 
     mesh = init_device_mesh("cuda", (layer.world.size, 1), mesh_dim_names=("ep", "tp"))
     implementation = AllToAllEP(layer.local.module, mesh["ep"], mesh["tp"])
-    with torch.inference_mode():
+    with torch.no_grad():  # its collectives are autograd functions, which inference mode lacks
         batches = [layer.inputs(tokens, seed=40 + call) for call in range(CALLS)]
         given = [(batch.x, batch.ids, batch.weights.to(torch.bfloat16)) for batch in batches]
         return eager_us(layer, [lambda arguments=arguments: implementation(*arguments) for arguments in given])

@@ -61,7 +61,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         experts: what computes them; `auto` is PyTorch. `cutedsl` is QuACK's grouped GEMM pair, on Hopper GPUs in bf16.
         quantisation: in which experts are computed, from weights in the model's dtype: `fp8` (e4m3, one scale a weight
             tensor of an expert, calibrated scales for activations) and `fp8_blockwise` (scales of 128-blocks) are those
-            of the mega kernel.
+            of the mega kernel on Hopper; `nvfp4` is for CuTe DSL experts behind FlashInfer's all-to-all on Blackwell.
         tuning: how `measured` chooses.
         address: a Ray cluster; unset: the one this process is in or finds, else a local one that holds the ranks.
             `local` always starts one.
@@ -215,18 +215,19 @@ def configuration_problems(config: RankConfig) -> tuple[str, ...]:
 def _path_problems(config: RankConfig) -> list[str]:
     """Quantisation and tables that the way to the experts does not have."""
     problems, device = [], config.worker.device
-    if config.quantisation != "none" and config.dispatch not in ("mega", "measured"):
+    kinds = ("flashinfer", "measured") if config.quantisation == "nvfp4" else ("mega", "measured")
+    if config.quantisation != "none" and config.dispatch not in kinds:
         problems.append(
-            f"quantisation={config.quantisation!r} is computed by the mega kernel alone, and dispatch is "
-            f"{config.dispatch!r} (ranks={config.layout.world_size}): set dispatch to 'mega' or 'measured' with 2 or "
-            "more ranks, or quantisation to 'none'"
+            f"quantisation={config.quantisation!r} is computed behind dispatch {' or '.join(map(repr, kinds))} alone, "
+            f"on 2 or more ranks, and dispatch is {config.dispatch!r} with ranks={config.layout.world_size}: set "
+            "dispatch to one of them, or quantisation to 'none'"
         )
     elif config.quantisation != "none" and device == "cpu":
         problems.append(
             f"quantisation={config.quantisation!r} does not run on worker.device='cpu': set quantisation to 'none'"
         )
-    if config.dispatch == "mega":
-        problems += _mega_problems(config)
+    if (config.dispatch == "mega" and config.experts != "cutedsl") or config.quantisation == "nvfp4":
+        problems += _width_problems(config)
     if config.tuning.table is not None and config.dispatch != "measured":
         problems.append(f"tuning.table is for dispatch='measured', and dispatch is {config.dispatch!r}: leave it out")
     elif config.tuning.table is not None:
@@ -234,20 +235,18 @@ def _path_problems(config: RankConfig) -> list[str]:
     return problems
 
 
-def _mega_problems(config: RankConfig) -> list[str]:
-    """What of a model the mega kernel cannot compute; the GPU itself is looked at by its rank."""
+def _width_problems(config: RankConfig) -> list[str]:
+    """What of a model the mega kernel and NVFP4 experts cannot compute; the GPU itself is looked at by its rank."""
     spec, problems = config.spec, []
+    setting = f"dispatch={config.dispatch!r} with quantisation={config.quantisation!r}"
     if spec.dtype != "bfloat16":
-        problems.append(f"dispatch='mega' takes bfloat16, the pool's dtype is {spec.dtype}: set dtype to it")
+        problems.append(f"{setting} takes bfloat16, the pool's dtype is {spec.dtype}: set dtype to it")
     for layer in spec.moe:
         width = width_problem(layer.hidden_size, layer.intermediate_size, config.quantisation)
         reasons = layer.unsupported_traits or ((width,) if width is not None else ())
         if reasons:
-            return [
-                *problems,
-                f"dispatch='mega' cannot run {layer.name}: {' and '.join(reasons)}; use dispatch='flashinfer' or "
-                "'allgather' with quantisation='none'",
-            ]
+            instead = "use dispatch='flashinfer' or 'allgather' with quantisation='none'"
+            return [*problems, f"{setting} cannot run {layer.name}: {' and '.join(reasons)}; {instead}"]
     return problems
 
 

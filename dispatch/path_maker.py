@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from .budget import ExchangeBudget, RowFormat
+from .budget import ExchangeBudget, RowFormat, exchange_rows
 from .choice import PathCost
 from .collectives import Collectives
 from .contract import Dispatcher
@@ -22,6 +22,7 @@ from .limits import QuantisationKind
 from .mega import MegaPath, refuse_experts
 from .mega_kernels import MegaKernels
 from .moe_layer import MoeLayer
+from .nvfp4_experts import Nvfp4Experts, architecture_problem
 from .pair_budget import PairBudget
 from .path import DispatchedPath, ExpertPath
 from .path_table import PathName
@@ -52,6 +53,7 @@ class PathMaker:
         formats: of rows, for each MoE layer with its number of experts; equal on every rank.
         quantisation: of mega kernels, equal on every rank.
         peer_timeout_s: bound on waits for a peer inside a kernel, where the kernel has one.
+        records_graphs: whether steps are recorded, equal on every rank.
     """
 
     collectives: Collectives
@@ -64,6 +66,7 @@ class PathMaker:
     formats: tuple[tuple[int, RowFormat], ...]
     quantisation: QuantisationKind
     peer_timeout_s: float
+    records_graphs: bool
     _dispatchers: dict[str, Dispatcher] = field(init=False, default_factory=dict)
     _experts: dict[str, ExpertBackend] = field(init=False, default_factory=dict)
 
@@ -76,8 +79,8 @@ class PathMaker:
         """What keeping a path costs on this rank; paths over one dispatcher or backend share its buffers."""
         if isinstance(path, DispatchedPath):
             parts = {name.dispatch: path.dispatcher.num_bytes, name.experts: path.experts.num_bytes}
-            return PathCost(parts, "as loaded")
-        return PathCost({str(name): path.num_bytes}, f"mega, quantisation {self.quantisation}")
+            return PathCost(parts, name.weights)
+        return PathCost({str(name): path.num_bytes}, name.weights)
 
     def refusal(self, name: PathName, layers: Sequence[MoeLayer], host_of_first: str) -> str | None:
         """Why this rank cannot take the path, found without communicating.
@@ -102,6 +105,8 @@ class PathMaker:
         if reason is None and name.experts == "cutedsl":
             reason = self._hopper_problem() or self._weights_problem(layers, mega=False)
             reason = reason or _import_problem("triton") or _import_problem("quack")
+        if reason is None and name.experts == "nvfp4":
+            reason = architecture_problem(torch.cuda.get_device_capability(self.device))
         return reason
 
     def make(self, name: PathName) -> ExpertPath:
@@ -112,13 +117,23 @@ class PathMaker:
         """
         if name.capacity is not None:
             return MegaPath(self.collectives, self.kernels, self.rank, name.capacity)
-        if name.experts not in ("torch", "cutedsl"):
-            raise ConfigError(f"path {str(name)!r}: no experts {name.experts!r} are known; use torch or cutedsl")
-        if name.experts not in self._experts:
-            self._experts[name.experts] = make_experts(name.experts, self.pair_budget, self.device)
+        self.make_local(name)
         if name.dispatch not in self._dispatchers:
             self._dispatchers[name.dispatch] = self._dispatcher(name.dispatch)
         return DispatchedPath(self._dispatchers[name.dispatch], self._experts[name.experts])
+
+    def make_local(self, name: PathName) -> str:
+        """Make what of a path takes no other rank, so that a failure is known before any rank waits for this one.
+
+        Returns:
+            The kind of experts.
+        """
+        if not name.is_mega:
+            if name.experts not in ("torch", "cutedsl", "nvfp4"):
+                raise ConfigError(f"path {str(name)!r}: no experts {name.experts!r} are known; use torch or cutedsl")
+            if name.experts not in self._experts:
+                self._experts[name.experts] = self._backend(name.experts)
+        return name.experts
 
     def keep_only(self, names: Sequence[PathName]) -> None:
         """Give up what none of these paths uses; collective over all ranks."""
@@ -133,6 +148,12 @@ class PathMaker:
             self.kernels.close()
         for capacity in set(self.kernels.capacities) - kept:
             self.kernels.drop_capacity(capacity)
+
+    def _backend(self, kind: str) -> ExpertBackend:
+        if kind != "nvfp4":
+            return make_experts(kind, self.pair_budget, self.device)
+        max_num_rows = exchange_rows(self.layout, self.budget.capacity)
+        return Nvfp4Experts(self.rank, max_num_rows, self.records_graphs, self.device)
 
     def _dispatcher(self, kind: str) -> Dispatcher:
         if kind != "flashinfer":

@@ -31,6 +31,11 @@ class PathName(NamedTuple):
     def is_mega(self) -> bool:
         return self.capacity is not None
 
+    @property
+    def weights(self) -> str:
+        """The layout of expert weights that the path reads: the model's own, or one prepared from it."""
+        return "mega" if self.is_mega else "nvfp4" if self.experts == "nvfp4" else "as loaded"
+
     @classmethod
     def mega(cls, capacity: int) -> "PathName":
         return cls("mega", "mega", capacity)
@@ -96,7 +101,7 @@ class PathTable:
 def available_paths(device: str, quantisation: QuantisationKind) -> tuple[PathName, ...]:
     """The paths that a device has beside mega kernels, fastest first as far as one can know."""
     if quantisation != "none":
-        return ()
+        return (PathName("flashinfer", "nvfp4"),) if quantisation == "nvfp4" and device == "cuda" else ()
     if device == "cpu":
         return PathName("allgather", "torch"), PathName("alltoall", "torch")
     kinds = (("flashinfer", "cutedsl"), ("flashinfer", "torch"), ("allgather", "torch"))
@@ -118,10 +123,10 @@ def candidate_paths(
     if tuning.table is not None:
         return tuple(PathName.parse(name) for name in PathTable(tuning.table).names)
     plain = available_paths(device, quantisation)
-    if experts == "cutedsl":
-        return tuple(name for name in plain if name.experts == experts)
-    if device == "cpu":
+    if device == "cpu" or quantisation == "nvfp4":
         return plain
+    if experts == "cutedsl" and quantisation == "none":
+        return tuple(name for name in plain if name.experts == experts)
     below = tuning.mega_capacities or _MEGA_CAPACITIES
     capacities = sorted({rows for rows in below if rows < capacity} | {capacity})
     return (*plain, *map(PathName.mega, capacities))
@@ -139,8 +144,9 @@ def table_problems(
         except ConfigError as error:
             problems.append(f"tuning.table: {error}")
             continue
-        if not (device == "cuda" if name.is_mega else name in known):
-            names = [*map(str, known), *(["mega@CAPACITY"] if device == "cuda" else [])]
+        has_mega = device == "cuda" and quantisation != "nvfp4"
+        if not (has_mega if name.is_mega else name in known):
+            names = [*map(str, known), *(["mega@CAPACITY"] if has_mega else [])]
             problems.append(
                 f"tuning.table: path {row.path!r} does not exist on worker.device={device!r} with "
                 f"quantisation={quantisation!r}: use one of {', '.join(names) or 'none'}"

@@ -30,7 +30,7 @@ class Tuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             set of paths that is fastest within it is kept; the others are given up.
         mega_capacities: rows a rank for which mega kernels are built as candidates, each of which takes seconds to
             compile at a first start. Unset: 8, 64, 256 and 1024 below the capacity, and the capacity.
-        repeats: replays of one layer that make one measurement.
+        repeats: replays that make one measurement, each of a few calls of one layer.
         table: the paths to take, instead of measuring; has to cover the capacity.
         cache: a JSON file on rank 0's node in which tables are kept, by GPU, versions, geometry and layout, and found
             again by the next start. Unset: measured at every start.
@@ -38,7 +38,7 @@ class Tuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     max_bytes: int = 8 << 30
     mega_capacities: tuple[int, ...] | None = None
-    repeats: int = 20
+    repeats: int = 10
     table: tuple[TableRow, ...] | None = None
     cache: str | None = None
 

@@ -1,5 +1,6 @@
 """CUDA graphs as a capture backend."""
 
+import weakref
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class CudaGraphBackend:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pools: dict[str, Any] = {}
+        self._graphs: dict[str, weakref.WeakSet[_CudaGraph]] = {}
 
     def warm_up(self, step: Step) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -43,7 +45,9 @@ class CudaGraphBackend:
         torch.cuda.synchronize(self._device)
 
     def record(self, step: Step, pool: str) -> RecordedGraph:
-        if pool not in self._pools:
+        graphs = self._graphs.setdefault(pool, weakref.WeakSet())
+        if not graphs:
+            # PyTorch ends a pool with the last graph in it, and refuses its handle from then on.
             self._pools[pool] = torch.cuda.graph_pool_handle()
         free_before, _ = torch.cuda.mem_get_info(self._device)
         graph = torch.cuda.CUDAGraph()
@@ -51,4 +55,6 @@ class CudaGraphBackend:
             output = step()
         torch.cuda.synchronize(self._device)
         free_after, _ = torch.cuda.mem_get_info(self._device)
-        return _CudaGraph(graph, output, max(0, free_before - free_after))
+        recorded = _CudaGraph(graph, output, max(0, free_before - free_after))
+        graphs.add(recorded)
+        return recorded

@@ -151,15 +151,39 @@ def test_a_kernel_below_the_rows_of_its_line_is_refused(tiny_moe):
     ("settings", "message"),
     [
         ({"quantisation": "fp8"}, "quantisation='fp8' does not run on worker.device='cpu'"),
-        ({"quantisation": "fp8", "dispatch": "allgather"}, "by the mega kernel alone, and dispatch is 'allgather'"),
-        ({"quantisation": "fp8", "ranks": 1, "worker": GPU}, "dispatch is 'local' (ranks=1)"),
+        ({"quantisation": "fp8", "dispatch": "allgather"}, "alone, on 2 or more ranks, and dispatch is 'allgather'"),
+        ({"quantisation": "fp8", "ranks": 1, "worker": GPU}, "dispatch is 'local' with ranks=1"),
         ({"quantisation": "fp8_blockwise", "dispatch": "flashinfer", "worker": GPU}, "dispatch is 'flashinfer'"),
+        ({"quantisation": "nvfp4", "dispatch": "mega", "worker": GPU}, "set dispatch to one of them"),
+        ({"dispatch": "mega", "worker": GPU}, "takes bfloat16, the pool's dtype is float32"),
         ({"dispatch": "alltoall", "tuning": Tuning(table=table((64, "a+b")))}, "tuning.table is for dispatch"),
     ],
 )
 def test_what_does_not_go_together_is_refused(settings, message, tiny_moe):
     with pytest.raises(ConfigError, match=re.escape(message)):
         resolve(config_of(tiny_moe, **settings), inspect_model(tiny_moe, None))
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "hidden", "intermediate", "refused"),
+    [
+        ("none", 256, 64, None),
+        ("none", 384, 64, "hidden size 384 is no multiple of 256"),
+        ("none", 256, 96, "intermediate size 96 is no multiple of 64"),
+        ("fp8", 320, 64, None),
+        ("fp8_blockwise", 256, 64, "intermediate size 64 is no multiple of 128"),
+    ],
+)
+def test_widths_that_the_mega_kernel_does_not_take_are_refused_before_anything_starts(
+    quantisation, hidden, intermediate, refused, tiny_moe
+):
+    spec = inspect_model(tiny_moe, "bfloat16")
+    layers = tuple(
+        msgspec.structs.replace(layer, hidden_size=hidden, intermediate_size=intermediate) for layer in spec.moe
+    )
+    config = config_of(tiny_moe, dispatch="mega", quantisation=quantisation, worker=GPU, dtype="bfloat16")
+    problems = configuration_problems(resolve_unchecked(config, msgspec.structs.replace(spec, moe=layers)))
+    assert [refused in problem for problem in problems] == ([] if refused is None else [True])
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def path_maker(
         formats=tuple(dict.fromkeys(formats)),
         quantisation=config.quantisation,
         peer_timeout_s=config.worker.step_timeout_s,
+        records_graphs=not config.limits.disable_cuda_graph,
     )
 
 

@@ -1,7 +1,7 @@
 """How long one MoE layer takes through a path, recorded and replayed as in a step."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -15,6 +15,8 @@ from ..graphs.backend import CaptureBackend
 
 _TRIALS = 3
 _POOL = "measure"
+# Calls in one recording, each with rows of its own: the layers of a step do not find their weights in a cache either.
+_CALLS = 4
 
 
 class LayerTimer:
@@ -26,7 +28,7 @@ class LayerTimer:
         backend: how steps are recorded on this device.
         device: of the layers.
         capacity: the most rows a rank brings to any step, equal on every rank.
-        repeats: replays of one trial, equal on every rank.
+        repeats: replays of one trial, of a few calls each; equal on every rank.
     """
 
     def __init__(
@@ -50,8 +52,13 @@ class LayerTimer:
         """One layer with `num_rows` rows on every rank, the best of a few trials; collective over all ranks."""
         layout = self._layout
         geometry = StepGeometry.captured(layout, num_rows * layout.attn_tp_size, capacity=self._capacity)
-        rows = sample_rows(layer, num_rows, self._group.rank, self._device)
-        step = partial(path.run, layer.experts, *rows, geometry)
+        calls = [
+            partial(
+                path.run, layer.experts, *sample_rows(layer, num_rows, self._group.rank, call, self._device), geometry
+            )
+            for call in range(_CALLS)
+        ]
+        step = partial(_one_after_another, calls)
         self._backend.warm_up(step)
         self._group.meet()
         graph = self._backend.record(step, _POOL)
@@ -59,7 +66,7 @@ class LayerTimer:
         trials = []
         for _ in range(_TRIALS):
             self._group.meet()
-            trials.append(clock(graph.replay) / self._repeats)
+            trials.append(clock(graph.replay) / (self._repeats * _CALLS))
         return min(trials)
 
     def _on_gpu(self, replay: Callable[[], torch.Tensor]) -> float:
@@ -79,11 +86,18 @@ class LayerTimer:
         return 1e6 * (time.perf_counter() - started)
 
 
+def _one_after_another(calls: Sequence[Callable[[], torch.Tensor]]) -> torch.Tensor:
+    """The result of the last."""
+    for call in calls:
+        result = call()
+    return result
+
+
 def sample_rows(
-    layer: MoeLayer, num_rows: int, rank: int, device: torch.device
+    layer: MoeLayer, num_rows: int, rank: int, call: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows, expert ids and routing weights of a rank, `[T, H]`, `[T, K]`, `[T, K]`, with routings spread evenly."""
-    generator = torch.Generator().manual_seed(1000 * num_rows + rank)
+    generator = torch.Generator().manual_seed(1000 * (_CALLS * num_rows + call) + rank)
     dtype = layer.parameters["gate_up_proj"].dtype
     x_TH = torch.randn(num_rows, layer.hidden_size, generator=generator)
     scores_TE = torch.rand(num_rows, layer.num_experts, generator=generator)

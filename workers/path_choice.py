@@ -79,7 +79,7 @@ class PathChoice:
         elif config.dispatch == "mega":
             names = (PathName.mega(config.capacity),)
         else:
-            names = (PathName(config.dispatch, config.experts),)
+            names = (PathName(config.dispatch, "nvfp4" if config.quantisation == "nvfp4" else config.experts),)
         self._probe(names, layers)
         if config.quantisation == "fp8" and any(str(name) not in self._dropped for name in names):
             scales = calibrate(config.spec, model, exchange, layers, self._group, self._maker.device)
@@ -153,6 +153,8 @@ class PathChoice:
         kept = {name: paths[name] for name in map(PathName.parse, choice.table.names)}
         paths.clear()
         self._maker.keep_only(list(kept))
+        if self._maker.device.type == "cuda":
+            torch.cuda.empty_cache()
         self._adopt(kept, layers)
         return self._settled(kept, choice, layers, f"measured, best of {len(names)} paths")
 
@@ -160,12 +162,16 @@ class PathChoice:
         """The paths over one layer of each shape; those that fail on some rank are dropped."""
         paths: dict[PathName, ExpertPath] = {}
         for name in names:
-            built = attempt(self._group, str(name), partial(self._built, name, samples))
+            local = attempt(self._group, str(name), partial(self._maker.make_local, name))
+            built = local if isinstance(local, Dropped) else self._attempt_whole(name, samples)
             if isinstance(built, Dropped):
                 self._dropped[str(name)] = built
             else:
                 paths[name] = built
         return paths
+
+    def _attempt_whole(self, name: PathName, samples: Sequence[MoeLayer]) -> ExpertPath | Dropped:
+        return attempt(self._group, str(name), partial(self._built, name, samples))
 
     def _built(self, name: PathName, samples: Sequence[MoeLayer]) -> ExpertPath:
         path = self._maker.make(name)
@@ -216,11 +222,11 @@ class PathChoice:
 
     def _adopt(self, paths: Mapping[PathName, ExpertPath], layers: Sequence[MoeLayer]) -> None:
         """Have all layers computed; where no path reads the model's own weights, they are given up layer by layer."""
-        all_mega = all(name.is_mega for name in paths)
+        is_prepared = all(name.weights != "as loaded" for name in paths)
         for layer in layers:
             for path in paths.values():
                 path.adopt(layer.experts.module, layer.name, layer.num_experts, layer.top_k)
-            if all_mega:
+            if is_prepared:
                 layer.release_weights()
 
     def _settled(

@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-TWO_RANKS = ("allgather+torch", "flashinfer+torch", "flashinfer+cutedsl", "mega", "mega-fp8")
+TWO_RANKS = ("allgather+torch", "flashinfer+torch", "flashinfer+cutedsl", "mega", "mega-fp8", "mega-fp8-blockwise")
 BASELINES = ("bare", "transformers")
 
 

@@ -9,10 +9,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import get_args
 
 import click
 import torch
 from expert_pool.cluster import CacheConfig, ExpertPool, Limits, PoolConfig, SamplingParams, WorkerConfig
+from expert_pool.dispatch.limits import QuantisationKind
+from expert_pool.dispatch.tuning import TableRow, Tuning
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig
@@ -99,6 +102,8 @@ def run(
     per_batch: int,
     ranks: int,
     attn_tp_size: int,
+    quantisation: str,
+    tuning: Tuning,
     disable_graphs: bool = False,
 ) -> None:
     config = PoolConfig(
@@ -108,6 +113,8 @@ def run(
         dtype="bfloat16",
         dispatch=dispatch.partition("+")[0],
         experts=dispatch.partition("+")[2] or "auto",
+        quantisation=quantisation,
+        tuning=tuning,
         address="local",
         limits=Limits(
             chunked_prefill_size=1024,
@@ -135,7 +142,7 @@ def run(
     eager = dict(status.graphs[0].eager_steps)
     table.add_row(
         name,
-        dispatch,
+        dispatch if quantisation == "none" else f"{dispatch}, {quantisation}",
         f"{config.layout.dp_size} x {attn_tp_size}",
         str(per_batch),
         f"{launched:.0f}",
@@ -158,12 +165,27 @@ def run(
 )
 @click.option("--model", "only", multiple=True, default=("tiny_moe", "small"), show_default=True)
 @click.option("--layout", "layouts", multiple=True, default=("2x1",), show_default=True, help="dp_size x attn_tp_size.")
-def main(layers: int, dispatches: tuple[str, ...], only: tuple[str, ...], layouts: tuple[str, ...]) -> None:
+@click.option("--quantisation", type=click.Choice(get_args(QuantisationKind)), default="none", show_default=True)
+@click.option("--mega-capacity", "capacities", type=int, multiple=True, help="Of mega kernels that `auto` measures.")
+@click.option("--table", help="Pinned paths, like 64:mega@64,4096:flashinfer+torch; for `auto`.")
+@click.option("--cache", help="File that keeps measured tables.")
+def main(
+    layers: int,
+    dispatches: tuple[str, ...],
+    only: tuple[str, ...],
+    layouts: tuple[str, ...],
+    quantisation: str,
+    capacities: tuple[int, ...],
+    table: str | None,
+    cache: str | None,
+) -> None:
     """Run everything and print the table."""
-    table = Table(title="pools in bf16, greedy")
+    rows = tuple(TableRow(int(part.split(":")[0]), part.split(":")[1]) for part in table.split(",")) if table else None
+    tuning = Tuning(mega_capacities=capacities or None, table=rows, cache=cache)
+    results = Table(title="pools in bf16, greedy")
     columns = ("model", "dispatch", "layout", "requests a batch", "launch s", "agreement", "decode step ms")
     for column in (*columns, "replays", "eager"):
-        table.add_column(column)
+        results.add_column(column)
     with tempfile.TemporaryDirectory() as folder:
         models = {
             "tiny_moe": str(REPOSITORY / "examples" / "tiny_moe"),
@@ -171,15 +193,15 @@ def main(layers: int, dispatches: tuple[str, ...], only: tuple[str, ...], layout
         }
         large = save(qwen3_30b_layers(layers), f"{folder}/large") if layers else None
         for dp_size, attn_tp_size in (map(int, layout.split("x")) for layout in layouts):
-            sizes = (dp_size * attn_tp_size, attn_tp_size)
+            sizes = (dp_size * attn_tp_size, attn_tp_size, quantisation, tuning)
             for dispatch in dispatches:
                 for name in only:
-                    attempt(run, name, models[name], dispatch, table, 12, *sizes)
+                    attempt(run, name, models[name], dispatch, results, 12, *sizes)
                 if large is not None:
-                    attempt(run, f"Qwen3-30B geometry, {layers} layers", large, dispatch, table, 64, *sizes)
+                    attempt(run, f"Qwen3-30B geometry, {layers} layers", large, dispatch, results, 64, *sizes)
             if layers:
-                attempt(run, "small, no graphs", models["small"], dispatches[-1], table, 12, *sizes, True)
-    Console(width=160).print(table)
+                attempt(run, "small, no graphs", models["small"], dispatches[-1], results, 12, *sizes, True)
+    Console(width=160).print(results)
     versions = [f"torch {torch.__version__}", torch.cuda.get_device_name(0), sys.version.split()[0]]
     driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True)
     click.echo(", ".join([*versions, *driver.stdout.decode().split()[:1]]))

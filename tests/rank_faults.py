@@ -98,11 +98,12 @@ def other_dispatcher(engine: RankEngine) -> AbstractContextManager[None]:
 
 
 def other_expert_backend(engine: RankEngine) -> AbstractContextManager[None]:
-    return replaced(path_of(engine), "expert_backend", OTHER_BACKEND)
+    return replaced(path_of(engine).experts, "name", OTHER_BACKEND)
 
 
 def other_table(engine: RankEngine) -> AbstractContextManager[None]:
-    return replaced(path_of(engine), "tuning", OTHER_TABLE)
+    path = path_of(engine)
+    return replaced(getattr(path, "experts", path), "tuning", OTHER_TABLE)
 
 
 def other_fp8_scale(engine: RankEngine) -> AbstractContextManager[None]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from expert_pool.cluster import CacheConfig, Limits, PoolConfig
+from expert_pool.cluster import CacheConfig, ExpertPool, Limits, PoolConfig
 from expert_pool.dispatch.errors import ConfigError
 from expert_pool.dispatch.moe_layer import MoeLayer
 from expert_pool.dispatch.path import ExpertPath
@@ -19,7 +19,7 @@ from expert_pool.graphs.backend import StaticReplayBackend
 from expert_pool.graphs.plan import plan_captures
 from expert_pool.workers.calibrate import calibrate
 from expert_pool.workers.engine import RankEngine
-from expert_pool.workers.exchange_sizes import path_maker
+from expert_pool.workers.exchange_sizes import loading_path, path_maker
 from expert_pool.workers.measure import LayerTimer
 from expert_pool.workers.path_choice import PathChoice, Settled, moe_layers
 from plain_ranks import RankGang
@@ -224,6 +224,16 @@ def test_a_pinned_path_that_a_rank_cannot_take_is_an_error_and_not_replaced(gang
         assert message.startswith("tuning.table cannot run: alltoall+torch dropped on all ranks: rank 1: cannot")
 
 
+def test_the_table_is_shown_at_start_and_in_the_pools_status(random_models):
+    lines: list[str] = []
+    config = config_of(random_models["qwen3_moe"], Tuning(table=MIXED))
+    with ExpertPool.launch(msgspec.structs.replace(config, address="local"), report=lines.append) as pool:
+        loads = pool.status().loads
+    shown = ("  all layers, up to 4 rows a rank: alltoall+torch", "  all layers, up to 16 rows a rank: allgather+torch")
+    assert set(shown) <= set(lines)
+    assert all(load.experts[1:] == shown for load in loads)
+
+
 def scales_of(engine: RankEngine) -> list[tuple[float, float]]:
     target = target_of(engine)
     layers = moe_layers(engine.config, target.model, target._exchange)
@@ -231,8 +241,6 @@ def scales_of(engine: RankEngine) -> list[tuple[float, float]]:
         engine.config, engine.rank, engine._collectives, engine._collectives._groups["ep"], engine._device
     )
     group = HostGroup(engine._host_group, engine.rank)
-    from expert_pool.workers.exchange_sizes import loading_path
-
     with replaced(target._exchange, "path", loading_path(engine.config, maker)):
         return calibrate(engine.config.spec, target.model, target._exchange, layers, group, engine._device)
 

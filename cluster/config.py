@@ -177,12 +177,16 @@ def resolve_unchecked(config: PoolConfig, spec: ModelSpec) -> RankConfig:
     experts: ExpertsKind = "torch" if config.experts == "auto" else config.experts
     block_size = config.cache.block_size
     blocks_of_one_context = -(-spec.context_length // block_size)
+    utilization = None
     if config.cache.num_tokens is not None:
         num_blocks = config.cache.num_tokens // block_size
     else:
-        affordable = config.cache.max_bytes // (spec.kv_bytes_per_token * block_size)
-        wanted = blocks_of_one_context * config.limits.max_running_requests
-        num_blocks = max(blocks_of_one_context, min(wanted, affordable))
+        num_blocks = blocks_of_one_context * config.limits.max_running_requests
+        if config.worker.device == "cuda":
+            utilization = config.cache.gpu_memory_utilization
+        else:
+            affordable = config.cache.max_bytes // (spec.kv_bytes_per_token * block_size)
+            num_blocks = max(blocks_of_one_context, min(num_blocks, affordable))
     return RankConfig(
         spec=spec,
         layout=layout,
@@ -196,6 +200,7 @@ def resolve_unchecked(config: PoolConfig, spec: ModelSpec) -> RankConfig:
         block_size=block_size,
         num_blocks=num_blocks + 1,
         weights=config.weights,
+        gpu_memory_utilization=utilization,
     )
 
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,14 +72,21 @@ class Driver:
         config: what every rank is built from.
         bundle: resources of one rank.
         placement: how long to wait for places and for the start.
+        environment: variables that every rank gets; see `cluster.environment`.
     """
 
-    def __init__(self, config: RankConfig, bundle: dict[str, float], placement: PlacementConfig):
+    def __init__(
+        self,
+        config: RankConfig,
+        bundle: dict[str, float],
+        placement: PlacementConfig,
+        environment: Mapping[str, str],
+    ):
         self._config = config
         self._placement = Placement(config.layout.world_size, bundle, placement.timeout_s)
         self._state = DriverState.CREATED
         self._failure: ExpertPoolError | None = None
-        self._gang = Gang(config, bundle, placement.start_timeout_s)
+        self._gang = Gang(config, bundle, placement.start_timeout_s, environment)
         self._loads: tuple[LoadReport, ...] = ()
         self._stats: dict[int, RankStats] = {}
         self._router = Router(config.layout.dp_size, window=2 * config.limits.max_running_requests)
@@ -104,6 +111,10 @@ class Driver:
             self._enter(DriverState.STARTING)
             yield "starting ranks"
             await self._gang.start(self._placement)
+            if self._config.worker.device == "cuda":
+                self._enter(DriverState.PREPARING)
+                async for line in self._gang.prepare_kernels():
+                    yield line
             self._enter(DriverState.LOADING)
             yield f"loading {self._config.spec.path} on {len({place.node_id for place in self._gang.places})} node(s)"
             self._loads = tuple(await self._gang.call("load"))
@@ -118,7 +129,8 @@ class Driver:
             self._begin_collecting()
             yield (
                 f"ready: loaded in {max(report.load_seconds for report in self._loads):.1f} s, "
-                f"{len(self._graphs.plan.entries)} graphs on every rank"
+                f"{len(self._graphs.plan.entries)} graphs on every rank, "
+                f"KV cache of {self._loads[0].kv_cache_tokens:,} tokens a batch"
             )
         except BaseException as error:
             await self._fail(error if isinstance(error, ExpertPoolError) else RankError(f"start-up failed: {error}"))

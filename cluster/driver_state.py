@@ -7,6 +7,7 @@ class DriverState(enum.Enum):
     CREATED = "created"
     PLACING = "placing"
     STARTING = "starting"
+    PREPARING = "preparing kernels"
     LOADING = "loading"
     CAPTURING = "capturing"
     READY = "ready"
@@ -18,7 +19,8 @@ class DriverState(enum.Enum):
 _FOLLOWS = {
     DriverState.CREATED: {DriverState.PLACING},
     DriverState.PLACING: {DriverState.STARTING},
-    DriverState.STARTING: {DriverState.LOADING},
+    DriverState.STARTING: {DriverState.PREPARING, DriverState.LOADING},
+    DriverState.PREPARING: {DriverState.LOADING},
     DriverState.LOADING: {DriverState.CAPTURING},
     DriverState.CAPTURING: {DriverState.READY},
     DriverState.READY: {DriverState.CAPTURING},

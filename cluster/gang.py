@@ -6,7 +6,8 @@ waiting for it inside a collective, where nothing else would reach them.
 
 import asyncio
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import Any, cast
 
 import ray
@@ -18,7 +19,9 @@ from ..graphs.plan import CaptureEntry
 from ..workers.mailbox import Intake
 from ..workers.rank import Rank, RankPlace
 from ..workers.rank_config import RankConfig
+from .environment import runtime_environment
 from .failure import describe_failure, is_origin
+from .kernels import prepare_kernels
 from .placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -37,6 +40,7 @@ class Gang:
         config: what every rank is built from.
         bundle: resources of one rank.
         start_timeout_s: how long ranks may take to start, meet and load.
+        environment: variables that every rank gets; see `cluster.environment`.
 
     Attributes:
         actors: by rank.
@@ -44,13 +48,16 @@ class Gang:
         is_broken: whether a failure has ended ranks, so that the gang cannot go on.
     """
 
-    def __init__(self, config: RankConfig, bundle: dict[str, float], start_timeout_s: float):
+    def __init__(
+        self, config: RankConfig, bundle: dict[str, float], start_timeout_s: float, environment: Mapping[str, str]
+    ):
         self.actors: list[Any] = []
         self.places: tuple[RankPlace, ...] = ()
         self.is_broken = False
         self._config = config
         self._bundle = bundle
         self._start_timeout_s = start_timeout_s
+        self._environment = environment
         self._fates: dict[int, asyncio.Task[BaseException | None]] = {}
         self._wake_epoch = 0
 
@@ -61,16 +68,33 @@ class Gang:
             RankError: a rank did not start, or they did not meet.
         """
         order = await asyncio.to_thread(placement.rank_order)
+        nodes = await asyncio.to_thread(ray.nodes)
+        runtime = runtime_environment(self._environment, os.environ, sum(node["Alive"] for node in nodes))
         for rank, bundle_index in enumerate(order):
             options = cast(Any, Rank).options(
                 num_cpus=self._bundle.get("CPU", 0),
                 num_gpus=self._bundle.get("GPU", 0),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placement.group, bundle_index),
+                **({"runtime_env": runtime} if runtime else {}),
             )
             self.actors.append(options.remote(self._config, rank))
         self.places = tuple(await self.call("place"))
         host, port = await self.actors[0].open_rendezvous.remote()
         await self.call("join", host, port, collective=True)
+
+    async def prepare_kernels(self) -> AsyncIterator[str]:
+        """On GPUs: compile what nodes lack; see `cluster.kernels`. Yields a line every few seconds.
+
+        Raises:
+            ExpertPoolError: a kernel did not compile, or a rank died or was late.
+        """
+        statuses = await self.call("kernels_needed")
+
+        def call(rank: int, method: str) -> Awaitable[Any]:
+            return _await(getattr(self.actors[rank], method).remote())
+
+        async for line in prepare_kernels(statuses, self.places, call, self._start_timeout_s):
+            yield line
 
     async def call(
         self, method: str, *args: Any, collective: bool = False, timeout_s: float | None = None

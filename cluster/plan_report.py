@@ -27,6 +27,7 @@ from ..workers.checkpoint import check_weights
 from ..workers.exchange_sizes import budget_for, pair_budget_for, row_formats
 from ..workers.graph_set import draft_cache, static_bytes
 from ..workers.inspection import inspect_model
+from ..workers.kv_sizing import least_blocks
 from ..workers.rank_config import RankConfig
 from .config import PoolConfig, configuration_problems, refuse_unbuilt, resolve_unchecked
 
@@ -73,7 +74,7 @@ class PlanReport(msgspec.Struct, frozen=True):
         buffers: everything allocated, weights included.
         bounds: of a step and of the dispatch.
         graphs: what the ranks would be asked to record.
-        kv_cache_tokens: tokens that the KV cache holds.
+        kv_cache_tokens: tokens that the KV cache holds; where it is measured at start, the most it may hold.
         problems: why the pool would not start; empty when it would.
         refusals: what keeps `generate` from running this plan though the plan itself holds: weights that are missing, a
             mode that is not built yet.
@@ -119,22 +120,11 @@ def plan_pool(config: PoolConfig) -> PlanReport:
 
 def _buffers(config: RankConfig) -> tuple[PlannedBuffer, ...]:
     spec, ep_size = config.spec, config.layout.world_size
-    slots = config.num_blocks * config.block_size
     buffers = [
         PlannedBuffer("dense weights", None, spec.dense_bytes, "in full on every rank"),
         PlannedBuffer("experts", None, spec.expert_bytes // ep_size, f"{spec.expert_bytes:,} bytes / {ep_size} ranks"),
-        PlannedBuffer(
-            "KV cache",
-            slots,
-            slots * spec.kv_bytes_per_token,
-            f"{config.num_blocks - 1} blocks of {config.block_size} tokens, and one for padding; "
-            f"{spec.kv_bytes_per_token:,} bytes a token",
-        ),
+        *_caches(config),
     ]
-    draft_width = sum(shape.width for shape in draft_cache(config))
-    if draft_width:
-        num_bytes = slots * draft_width * spec.dtype_bytes
-        buffers.append(PlannedBuffer("draft KV cache", slots, num_bytes, "of the draft layers, same blocks"))
     graph_bytes = static_bytes(config)
     if graph_bytes:
         buffers.append(PlannedBuffer("graph inputs", None, graph_bytes, "static buffers that all buckets share"))
@@ -162,6 +152,27 @@ def _pair_buffers(config: RankConfig) -> list[PlannedBuffer]:
         ("outputs", budget.output_bytes),
     )
     return [PlannedBuffer(f"experts: {name}", budget.num_pairs, num, made_of) for name, num in sizes]
+
+
+def _caches(config: RankConfig) -> list[PlannedBuffer]:
+    """The KV caches; those that are measured on GPUs at their least, one full context, and so not in rows."""
+    spec, measured = config.spec, config.gpu_memory_utilization is not None
+    num_blocks = least_blocks(config) if measured else config.num_blocks
+    slots = num_blocks * config.block_size
+    made_of = f"{num_blocks - 1} blocks of {config.block_size} tokens, and one for padding; "
+    if measured:
+        made_of = (
+            f"at least one full context; measured at start, up to {config.num_blocks - 1} blocks of "
+            f"{config.block_size} tokens within cache.gpu_memory_utilization={config.gpu_memory_utilization:g}; "
+        )
+    made_of += f"{spec.kv_bytes_per_token:,} bytes a token"
+    rows = None if measured else slots
+    caches = [PlannedBuffer("KV cache", rows, slots * spec.kv_bytes_per_token, made_of)]
+    draft_width = sum(shape.width for shape in draft_cache(config))
+    if draft_width:
+        num_bytes = slots * draft_width * spec.dtype_bytes
+        caches.append(PlannedBuffer("draft KV cache", rows, num_bytes, "of the draft layers, same blocks"))
+    return caches
 
 
 def _exchange_buffers(config: RankConfig, budget: ExchangeBudget) -> list[PlannedBuffer]:

@@ -23,6 +23,7 @@ from ..workers.rank_config import RankConfig
 from ..workers.request import Completion, FinishReason, RankStats, SamplingParams
 from .config import PoolConfig, checked, refuse_unbuilt, resolve
 from .driver import Driver, PoolEvent, PoolStatus, Prompt
+from .environment import rank_environment
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,12 @@ class ExpertPool:
             driver = (
                 ray.remote(Driver)
                 .options(num_cpus=0, max_restarts=0)
-                .remote(rank_config, config.bundle, config.placement)
+                .remote(
+                    rank_config,
+                    config.bundle,
+                    config.placement,
+                    rank_environment(os.environ, config.worker.environment),
+                )
             )
             pool = cls(driver, rank_config, tokenizer, owns_ray)
         except BaseException:

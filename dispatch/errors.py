@@ -17,6 +17,10 @@ class PlacementError(ExpertPoolError):
     """The cluster did not offer a place for every rank within the deadline."""
 
 
+class KernelError(ExpertPoolError):
+    """A kernel could not be compiled on a rank; the message ends with the compiler's last lines."""
+
+
 class GeometryError(ExpertPoolError):
     """Ranks disagree about a step. Raised on every rank alike, before any collective of that step."""
 

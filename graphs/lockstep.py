@@ -67,9 +67,16 @@ class LockstepRank:
 
     @torch.inference_mode()
     def record(self, entry: CaptureEntry) -> RecordedGeometry:
-        """Collective: every rank records the same entry. Returns what was frozen."""
+        """Collective: every rank records the same entry. Returns what was frozen.
+
+        Raises:
+            GeometryError: the entry cannot be recorded; names it, and says what to do.
+        """
         self._require_capture(entry)
-        frozen = self.runners[entry.kind].record(entry, self.mode.depth)
+        try:
+            frozen = self.runners[entry.kind].record(entry, self.mode.depth)
+        except GeometryError as error:
+            raise GeometryError(f"rank {self._rank} cannot record {entry}: {error}") from error
         self._recorded[entry] = frozen
         return frozen
 

@@ -40,7 +40,8 @@ def settings(kind: Any = PoolConfig, prefix: str = "") -> dict[str, Any]:
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
             found |= settings(field.type, f"{prefix}{field.name}.")
         else:
-            found[prefix + field.name] = field.default
+            has_factory = field.default_factory is not msgspec.NODEFAULT
+            found[prefix + field.name] = field.default_factory() if has_factory else field.default
     return found
 
 

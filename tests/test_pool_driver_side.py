@@ -124,7 +124,9 @@ def test_start_up_goes_through_every_state_in_order():
     assert order[:2] == [DriverState.CREATED, DriverState.PLACING]
     for position, state in enumerate(order):
         ahead = [following for following in order[position + 1 :] if may_follow(state, following)]
-        assert ahead == order[position + 1 : position + 2]
+        # Pools on CPUs have no kernels to prepare.
+        may_skip = 1 if state is DriverState.STARTING else 0
+        assert ahead == order[position + 1 : position + 2 + may_skip]
         assert not may_follow(state, DriverState.CREATED)
 
 

@@ -4,7 +4,7 @@ The model is called with the tokens of many requests side by side, `[1, T]`, and
 attention layer ends up in `paged.attend(...)`: the batch knows how it lies in memory, the model does not.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -54,6 +54,10 @@ class AttentionBackend(Protocol):
         """Why a kind of step can have no graph with this attention; `None` where it can."""
         ...
 
+    def graph_bytes(self, entries: Sequence[CaptureEntry]) -> int:
+        """Memory that graphs of these entries take for attention alone, beside inputs and outputs; an upper bound."""
+        ...
+
     def prepare(self, entry: CaptureEntry, values: Mapping[str, torch.Tensor]) -> None:
         """What the host has to do before a graph runs on these inputs (host tensors, before padding)."""
         ...
@@ -69,11 +73,13 @@ class AttentionBackend(Protocol):
 
 
 class SdpaAttention:
-    """PyTorch's scaled-dot-product attention, a request at a time; for CPUs, and for what FlashInfer has no kernel for.
+    """PyTorch's scaled-dot-product attention, a request at a time; for CPUs.
+
+    Lengths are read on the host, so its steps cannot be recorded in CUDA graphs; `GatheredAttention` is for those.
 
     Args:
         cache: keys and values of this rank's requests.
-        device: of the rank. Lengths are read on the host, so on a GPU its steps cannot be recorded.
+        device: of the rank.
     """
 
     def __init__(self, cache: KvCache, device: torch.device):
@@ -81,11 +87,10 @@ class SdpaAttention:
         self._device = device
 
     def refusal(self, entry: CaptureEntry) -> str | None:
-        if self._device.type == "cpu":
-            return None
-        return (
-            f"records no {entry.kind} graphs: this model's attention runs in PyTorch, which reads lengths on the host"
-        )
+        return None
+
+    def graph_bytes(self, entries: Sequence[CaptureEntry]) -> int:
+        return 0
 
     def prepare(self, entry: CaptureEntry, values: Mapping[str, torch.Tensor]) -> None:
         pass

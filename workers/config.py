@@ -10,6 +10,9 @@ DTypeName = Literal["float32", "bfloat16", "float16"]
 DeviceName = Literal["cpu", "cuda"]
 WeightsName = Literal["checkpoint", "random"]
 PrefillBackend = Literal["fa2", "fa3", "auto"]
+AttentionName = Literal["auto", "torch"]
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 MAX_SECONDS = 1e7
@@ -20,14 +23,17 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         block_size: tokens a block holds.
-        num_tokens: tokens the cache holds. Unset: enough for `max_running_requests` requests of full context length,
-            within `max_bytes`, and never less than one request of full context length.
-        max_bytes: bound on the default size.
+        num_tokens: tokens the cache holds, on any device. Unset: enough for `max_running_requests` requests of full
+            context length, within the bound below, and never less than one request of full context length.
+        max_bytes: bound on the default size on CPUs.
+        gpu_memory_utilization: bound on the default size on GPUs: the share of a GPU's memory that weights, buffers,
+            the largest step, graphs and the cache take together, whoever else uses the GPU included. Measured at start.
     """
 
     block_size: int = 16
     num_tokens: int | None = None
     max_bytes: int = 4 << 30
+    gpu_memory_utilization: float = 0.9
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -36,6 +42,11 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(
                 f"cache.num_tokens={self.num_tokens} is less than one block of cache.block_size={self.block_size}"
             )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"cache.gpu_memory_utilization={self.gpu_memory_utilization} is not above 0 and at most 1: it is a "
+                "share of a GPU's memory"
+            )
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,25 +54,35 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         device: `cpu`, or `cuda` for one GPU a rank.
+        attention: on GPUs, `auto` is FlashInfer where it has kernels for all layers, and PyTorch elsewhere; `torch` is
+            PyTorch. On CPUs it is PyTorch.
         prefill_backend: FlashInfer's kernels for eager steps on GPUs; results in docs/ were made with `fa2`.
         threads: CPU threads of a rank.
         overlap: whether a rank schedules, agrees on and packs a step while the one before it runs, at the price of a
             token computed in vain where a request ends at an end of sequence. Unset: on GPUs only, where it hides the
             host's work; a CPU would wait for itself.
         step_timeout_s: the longest that ranks wait for each other inside a step before the pool is given up.
+        environment: variables that every rank gets, over those of the launching process; see `cluster.environment`.
     """
 
     device: DeviceName = "cpu"
+    attention: AttentionName = "auto"
     prefill_backend: PrefillBackend = "fa2"
     threads: int = 1
     overlap: bool | None = None
     step_timeout_s: float = 300.0
+    environment: dict[str, str] = {}
 
     @property
     def overlaps(self) -> bool:
         return self.device == "cuda" if self.overlap is None else self.overlap
 
     def __post_init__(self) -> None:
+        if VISIBLE_DEVICES in self.environment:
+            raise ConfigError(
+                f"worker.environment sets {VISIBLE_DEVICES}={self.environment[VISIBLE_DEVICES]!r}: Ray gives each rank "
+                "its GPUs, so that no two pools share one; leave it out"
+            )
         if self.threads < 1:
             raise ConfigError(f"worker.threads={self.threads} is below 1")
         if self.step_timeout_s <= 0:

@@ -7,27 +7,34 @@ import logging
 import os
 import resource
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
+import msgspec
 import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 from ..dispatch.collectives import Collectives, GroupName
 from ..dispatch.counts import CountTensors
 from ..dispatch.moe import MoeExchange
 from ..dispatch.probe import HostGroup
+from ..graphs.lockstep import LockstepRank
+from ..graphs.plan import plan_captures
+from ..graphs.runner import FrozenFacts
 from .agreement import Agreement, StateReader
 from .attention import AttentionBackend, SdpaAttention
 from .checkpoint import expert_bytes, load_sharded_model
 from .exchange_sizes import loading_path, path_maker
 from .executor import StepExecutor
+from .gathered_attention import GatheredAttention
 from .graph_set import RecordingMeans, frozen_facts, make_backend, make_draft, make_graphs
 from .inspection import quiet_transformers
 from .kv_cache import BlockAllocator, KvCache
+from .kv_sizing import agree_on_blocks, graph_reserve, measure, run_largest_step
 from .mailbox import Inbox, Outbox
 from .model import TargetModel
 from .path_choice import PathChoice
@@ -118,15 +125,17 @@ class RankEngine:
         hosts = HostGroup(self._host_group, self.rank)
         settled = PathChoice(config, maker, hosts, make_backend(self._device)).settle(model, exchange)
         exchange.path = path = settled.path
-        with torch.inference_mode(False):
-            cache = KvCache(
-                spec.attention, config.num_blocks, config.block_size, getattr(torch, spec.dtype), self._device
-            )
-            counts = CountTensors(layout.dp_size, self._device)
-        attention = self._attention(cache)
-        target = TargetModel(model, exchange, cache, attention, self._device)
-        allocator = BlockAllocator(config.num_blocks, config.block_size)
         facts = partial(frozen_facts, path)
+        agreement = Agreement(self._host_group, layout)
+        if config.gpu_memory_utilization is not None:
+            num_blocks = self._measured_blocks(model, exchange, agreement, facts)
+            config = msgspec.structs.replace(config, num_blocks=num_blocks, gpu_memory_utilization=None)
+            self.config = config
+        target = self._target(model, exchange, config.num_blocks)
+        cache, attention = target.cache, target.attention
+        with torch.inference_mode(False):
+            counts = CountTensors(layout.dp_size, self._device)
+        allocator = BlockAllocator(config.num_blocks, config.block_size)
         self.draft = make_draft(config, target, exchange, self._device)
         can_record = RecordingMeans(config, allocator, facts, attention)
         self.graphs = make_graphs(
@@ -145,7 +154,7 @@ class RankEngine:
             self.rank,
             layout,
             scheduler,
-            Agreement(self._host_group, layout),
+            agreement,
             StateReader(config, facts, self.graphs),
             StepExecutor(target, self.graphs, counts, leader, self.rank == leader, self._step_group),
             self.inbox,
@@ -159,6 +168,7 @@ class RankEngine:
             dense_bytes=dense_bytes,
             expert_bytes=own_experts,
             kv_cache_bytes=cache.num_bytes + (self.draft.num_cache_bytes if self.draft is not None else 0),
+            kv_cache_tokens=allocator.num_blocks * config.block_size,
             exchange_bytes=path.num_bytes,
             load_seconds=load_seconds,
             peak_memory_before=peak_before,
@@ -179,6 +189,31 @@ class RankEngine:
     def _timeout(self) -> timedelta:
         return timedelta(seconds=self.config.worker.step_timeout_s)
 
+    def _target(self, model: PreTrainedModel, exchange: MoeExchange, num_blocks: int) -> TargetModel:
+        """The model over a KV cache of this many blocks, the padding block included."""
+        config, dtype = self.config, getattr(torch, self.config.spec.dtype)
+        with torch.inference_mode(False):
+            cache = KvCache(config.spec.attention, num_blocks, config.block_size, dtype, self._device)
+        return TargetModel(model, exchange, cache, self._attention(cache), self._device)
+
+    def _measured_blocks(
+        self,
+        model: PreTrainedModel,
+        exchange: MoeExchange,
+        agreement: Agreement,
+        facts: Callable[[], FrozenFacts],
+    ) -> int:
+        """KV blocks of every rank, from a forward of the largest step; collective. See `kv_sizing`."""
+        config = self.config
+        target = self._target(model, exchange, num_blocks=1)
+        state = StateReader(config, facts, LockstepRank(self.rank, {}, lambda _: None))
+        reading, step_bytes = measure(partial(run_largest_step, config, target, agreement, state), self._device)
+        refusal = target.attention.refusal
+        entries = [entry for entry in plan_captures(config.limits).entries if refusal(entry) is None]
+        attention_bytes = target.attention.graph_bytes(entries)
+        reserved = graph_reserve(config, entries, step_bytes, attention_bytes)
+        return agree_on_blocks(reading._replace(graphs=reserved), config, self._host_group)
+
     def _attention(self, cache: KvCache) -> AttentionBackend:
         """FlashInfer where it has kernels for all layers, PyTorch elsewhere; the same on every rank."""
         config, spec = self.config, self.config.spec
@@ -186,10 +221,12 @@ class RankEngine:
             return SdpaAttention(cache, self._device)
         from .flashinfer_attention import FlashInferAttention, unsupported_reason
 
-        reason = unsupported_reason(spec.attention, spec.dtype)
+        reason: str | None = "worker.attention is 'torch'"
+        if config.worker.attention == "auto":
+            reason = unsupported_reason(spec.attention, spec.dtype)
         if reason is not None:
-            logger.warning("attention runs in PyTorch, eagerly: %s", reason)
-            return SdpaAttention(cache, self._device)
+            logger.warning("attention runs in PyTorch: %s", reason)
+            return GatheredAttention(cache, spec.attention, spec.context_length, self._device)
         pages_of_one = -(-spec.context_length // config.block_size)
         max_pages = min(config.num_blocks, pages_of_one * config.limits.max_requests_per_step)
         return FlashInferAttention(

@@ -1,12 +1,15 @@
 """FlashInfer's paged attention on GPUs: prefill wrappers for eager steps, decode wrappers inside CUDA graphs.
 
+Layers with attention sinks, and layers whose keys and values differ in width, have no decode wrapper of their own:
+their graphs record the prefill wrapper with one row a request, with the `fa2` kernels, as their eager steps run.
+
 A wrapper is planned on the host, from lengths that the host has anyway, before the step runs; inside the step its
 kernel only reads what was planned. So a graph records the kernel, and a plan for the same wrapper precedes a replay.
 
 FlashInfer is imported at construction.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +24,9 @@ from .model_spec import AttentionShape
 _WORKSPACE_BYTES = 256 << 20
 _TENSOR_CORE_GROUP = 4
 _HEAD_DIMS = (64, 128, 256)
+_UNEQUAL_HEAD_DIMS = ((192, 128),)  # of DeepSeek's attention, keys and values expanded
+# What a wrapper in CUDA-graph mode allocates beside its page table: its schedule, and room for lengths.
+_WRAPPER_BYTES = (8 << 20) + (128 << 10)
 
 
 def unsupported_reason(shapes: tuple[AttentionShape, ...], dtype: str) -> str | None:
@@ -29,12 +35,36 @@ def unsupported_reason(shapes: tuple[AttentionShape, ...], dtype: str) -> str | 
         return f"FlashInfer attention needs bfloat16 or float16, the model is in {dtype}"
     for layer, shape in enumerate(shapes):
         if shape.key_dim != shape.value_dim:
-            return f"layer {layer} has keys of width {shape.key_dim} and values of width {shape.value_dim}"
-        if shape.key_dim not in _HEAD_DIMS:
+            if (shape.key_dim, shape.value_dim) not in _UNEQUAL_HEAD_DIMS or shape.has_sinks:
+                return f"layer {layer} has keys of width {shape.key_dim} and values of width {shape.value_dim}"
+        elif shape.key_dim not in _HEAD_DIMS:
             return f"layer {layer} has heads of width {shape.key_dim}, FlashInfer has kernels for {_HEAD_DIMS}"
-        if shape.has_sinks:
-            return f"layer {layer} has attention sinks"
     return None
+
+
+def has_decode_wrapper(shape: AttentionShape) -> bool:
+    """Whether FlashInfer's decode wrapper serves such a layer; else its prefill wrapper does, a row a request."""
+    return not shape.has_sinks and shape.key_dim == shape.value_dim
+
+
+def decodes_on_tensor_cores(shape: AttentionShape) -> bool:
+    """Whether enough query heads share a KV head for tensor cores to pay; they run the kernels of prefill."""
+    return shape.num_heads // shape.num_kv_heads >= _TENSOR_CORE_GROUP
+
+
+def sink_options(shape: AttentionShape, dtype: torch.dtype) -> dict[str, Any]:
+    """What FlashInfer specialises its kernels for layers with sinks by; in the order that it names them."""
+    return {
+        "q_data_type": dtype,
+        "kv_data_type": dtype,
+        "head_dim_qk": shape.key_dim,
+        "head_dim_vo": shape.value_dim,
+        "window_left": _window_left(shape),
+    }
+
+
+_Pages = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""A page table in FlashInfer's form: offsets (host), page numbers (device), tokens in each last page (host)."""
 
 
 class _Group:
@@ -88,6 +118,10 @@ class FlashInferAttention:
             return None
         return f"records no {entry.kind} graphs on GPUs: their attention is not planned for graphs yet"
 
+    def graph_bytes(self, entries: Sequence[CaptureEntry]) -> int:
+        """One wrapper a graph and kind of layer."""
+        return len(entries) * len(self._groups) * (_WRAPPER_BYTES + 4 * self._max_pages)
+
     def prepare(self, entry: CaptureEntry, values: Mapping[str, torch.Tensor]) -> None:
         """Plan the wrappers of a decode graph for the batch that the next run of it gets.
 
@@ -100,62 +134,67 @@ class FlashInferAttention:
         num_rows = pad_to_ranks(entry.num_tokens, self._attn_tp_size)
         lengths = [context + 1 for context in contexts] + [1] * (num_rows - len(contexts))
         tables = tables + [[PADDING_BLOCK]] * (num_rows - len(tables))
-        indptr, indices, last = self._pages(lengths, tables)
+        pages = self._pages(lengths, tables)
+        queries = torch.arange(num_rows + 1, dtype=torch.int32)
         for group in self._groups.values():
-            wrapper = group.graphs.get(entry.bucket) or self._decode_wrapper(group, num_rows)
-            group.graphs[entry.bucket] = wrapper
-            shape = group.shape
-            wrapper.plan(
-                indptr,
-                indices,
-                last,
-                shape.num_heads,
-                shape.num_kv_heads,
-                shape.key_dim,
-                self._cache.block_size,
-                window_left=_window_left(shape),
-                q_data_type=self._dtype,
-                kv_data_type=self._dtype,
-                sm_scale=shape.scaling,
-            )
+            if entry.bucket not in group.graphs:
+                group.graphs[entry.bucket] = self._graph_wrapper(group.shape, num_rows)
+            wrapper = group.graphs[entry.bucket]
+            if has_decode_wrapper(group.shape):
+                self._plan_decode(wrapper, group.shape, pages)
+            else:
+                self._plan_prefill(wrapper, group.shape, queries, pages)
 
     def batch(self, inputs: StepInputs, entry: CaptureEntry | None) -> "FlashInferBatch":
         """What the attention layers of one step call; plans eager steps here."""
         if entry is not None:
             wrappers = [group.graphs[entry.bucket] for group in self._group_of_layer]
-            return FlashInferBatch(self._cache, inputs.slots, wrappers)
+            return FlashInferBatch(self._cache, inputs.slots, wrappers)  # planned by `prepare`
         lens = inputs.query_lens.tolist()
         slots_T = inputs.slots.to(self._device, non_blocking=True)
         if not lens:
             return FlashInferBatch(self._cache, slots_T, None)
         contexts, tables = inputs.context_lens.tolist(), inputs.block_tables.tolist()
         lengths = [context + query_len for context, query_len in zip(contexts, lens, strict=True)]
-        indptr, indices, last = self._pages(lengths, tables)
+        pages = self._pages(lengths, tables)
         queries = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32)
         for group in self._groups.values():
             if group.eager is None:
-                group.eager = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                    self._workspace, "NHD", backend=self._prefill_backend
-                )
-            shape = group.shape
-            group.eager.plan(
-                queries,
-                indptr,
-                indices,
-                last,
-                shape.num_heads,
-                shape.num_kv_heads,
-                shape.key_dim,
-                self._cache.block_size,
-                causal=True,
-                window_left=_window_left(shape),
-                q_data_type=self._dtype,
-                kv_data_type=self._dtype,
-                sm_scale=shape.scaling,
-            )
+                backend = self._prefill_backend if has_decode_wrapper(group.shape) else "fa2"
+                group.eager = self._prefill_wrapper(group.shape, backend=backend)
+            self._plan_prefill(group.eager, group.shape, queries, pages)
         return FlashInferBatch(self._cache, slots_T, [group.eager for group in self._group_of_layer])
 
-    def _pages(self, lengths: list[int], tables: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _plan_prefill(self, wrapper: Any, shape: AttentionShape, queries: torch.Tensor, pages: _Pages) -> None:
+        wrapper.plan(
+            queries,
+            *pages,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.key_dim,
+            self._cache.block_size,
+            head_dim_vo=shape.value_dim,
+            causal=True,
+            window_left=_window_left(shape),
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+            sm_scale=shape.scaling,
+        )
+
+    def _plan_decode(self, wrapper: Any, shape: AttentionShape, pages: _Pages) -> None:
+        wrapper.plan(
+            *pages,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.key_dim,
+            self._cache.block_size,
+            window_left=_window_left(shape),
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+            sm_scale=shape.scaling,
+        )
+
+    def _pages(self, lengths: list[int], tables: list[list[int]]) -> _Pages:
         """Page table of a batch in FlashInfer's form: offsets, page numbers, tokens in each last page."""
         size = self._cache.block_size
         counts = [-(-length // size) for length in lengths]
@@ -166,16 +205,41 @@ class FlashInferAttention:
         last = torch.tensor([(length - 1) % size + 1 for length in lengths], dtype=torch.int32)
         return indptr, indices.to(self._device), last
 
-    def _decode_wrapper(self, group: _Group, num_rows: int) -> Any:
-        shape, device = group.shape, self._device
-        return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+    def _graph_wrapper(self, shape: AttentionShape, num_rows: int) -> Any:
+        """A wrapper whose buffers never move, for one bucket."""
+
+        def zeros(length: int) -> torch.Tensor:
+            return torch.zeros(length, dtype=torch.int32, device=self._device)
+
+        indptr, indices, last = zeros(num_rows + 1), zeros(self._max_pages), zeros(num_rows) + 1
+        if has_decode_wrapper(shape):
+            return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                self._workspace,
+                "NHD",
+                use_cuda_graph=True,
+                use_tensor_cores=decodes_on_tensor_cores(shape),
+                paged_kv_indptr_buffer=indptr,
+                paged_kv_indices_buffer=indices,
+                paged_kv_last_page_len_buffer=last,
+            )
+        return self._prefill_wrapper(
+            shape,
+            backend="fa2",
+            use_cuda_graph=True,
+            qo_indptr_buf=zeros(num_rows + 1),
+            paged_kv_indptr_buf=indptr,
+            paged_kv_indices_buf=indices,
+            paged_kv_last_page_len_buf=last,
+        )
+
+    def _prefill_wrapper(self, shape: AttentionShape, **options: Any) -> Any:
+        if not shape.has_sinks:
+            return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", **options)
+        return self._flashinfer.BatchAttentionWithAttentionSinkWrapper(
             self._workspace,
             "NHD",
-            use_cuda_graph=True,
-            use_tensor_cores=shape.num_heads // shape.num_kv_heads >= _TENSOR_CORE_GROUP,
-            paged_kv_indptr_buffer=torch.zeros(num_rows + 1, dtype=torch.int32, device=device),
-            paged_kv_indices_buffer=torch.zeros(self._max_pages, dtype=torch.int32, device=device),
-            paged_kv_last_page_len_buffer=torch.ones(num_rows, dtype=torch.int32, device=device),
+            **sink_options(shape, self._dtype),
+            **options,
         )
 
 
@@ -209,7 +273,10 @@ class FlashInferBatch:
         self._cache.write(layer, self._slots_T, key[0].transpose(0, 1), value[0].transpose(0, 1))
         if self._wrappers is None:
             return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-        return self._wrappers[layer].run(query[0].transpose(0, 1).contiguous(), self._cache.pages(layer)).unsqueeze(0)
+        # The kernel of a layer with sinks takes them, and the scale, where it runs rather than where it is planned.
+        of_sinks = () if sinks is None else (sinks.float(), scaling)
+        query_THD = query[0].transpose(0, 1).contiguous()
+        return self._wrappers[layer].run(query_THD, self._cache.pages(layer), *of_sinks).unsqueeze(0)
 
 
 def _window_left(shape: AttentionShape) -> int:

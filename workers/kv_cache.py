@@ -45,6 +45,11 @@ class KvCache:
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self._keys, *self._values))
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one number."""
+        return self._keys[0].itemsize
+
     def write(self, layer: int, slots_T: torch.Tensor, key_THD: torch.Tensor, value_THD: torch.Tensor) -> None:
         """Store the keys and values of `T` tokens; slot `s` is place `s % block_size` of block `s // block_size`."""
         self._keys[layer].flatten(0, 1).index_copy_(0, slots_T, key_THD)

@@ -9,7 +9,7 @@ import ray
 
 from ..dispatch.errors import ExpertPoolError
 from .mailbox import Intake
-from .rank_config import LoadReport, RankConfig
+from .rank_config import KernelStatus, LoadReport, RankConfig
 from .request import RankOutput
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ class Rank:
         # The driver imports this module to name the class; only a rank needs PyTorch.
         from .engine import RankEngine, gloo_interface
 
+        self._config = config
         self._rank = rank
         self._address = ray.util.get_node_ip_address()
         interface = gloo_interface(self._address)
@@ -57,6 +58,18 @@ class Rank:
     def open_rendezvous(self) -> tuple[str, int]:
         """Called on rank 0; the others are told the address and port."""
         return self._address, self._engine.open_rendezvous(self._address)
+
+    def kernels_needed(self) -> tuple[KernelStatus, ...]:
+        """On GPUs: what is compiled on first use; see `workers.flashinfer_kernels`."""
+        from .flashinfer_kernels import kernel_status
+
+        return kernel_status(self._config)
+
+    def build_kernels(self) -> None:
+        """Compile what this node's cache lacks; takes minutes."""
+        from .flashinfer_kernels import build_kernels
+
+        build_kernels(self._config)
 
     def join(self, host: str, port: int) -> None:
         self._engine.join(host, port)

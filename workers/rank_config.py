@@ -25,8 +25,10 @@ class RankConfig(msgspec.Struct, frozen=True):
         tuning: how paths are chosen where they are measured.
         capacity: the most rows one rank may dispatch in one step, resolved; not multiplied by `ep_size`.
         block_size: tokens of a KV block.
-        num_blocks: KV blocks, the padding block included.
+        num_blocks: KV blocks, the padding block included; with `gpu_memory_utilization`, the most there may be. Ranks
+            that have measured replace it by what they agreed on, which is then part of every agreement.
         weights: where they come from.
+        gpu_memory_utilization: the share of a GPU's memory to fill; `None`: `num_blocks` is settled.
     """
 
     spec: ModelSpec
@@ -41,10 +43,27 @@ class RankConfig(msgspec.Struct, frozen=True):
     block_size: int
     num_blocks: int
     weights: WeightsName = "checkpoint"
+    gpu_memory_utilization: float | None = None
 
     @property
     def digest(self) -> int:
         return zlib.crc32(msgspec.msgpack.encode(self))
+
+
+class KernelStatus(msgspec.Struct, frozen=True):
+    """A kernel that a rank needs and that is compiled on first use.
+
+    Attributes:
+        label: what it is for.
+        name: of the module that is compiled.
+        is_built: whether this node's cache has it.
+        cached_in: folder of that cache.
+    """
+
+    label: str
+    name: str
+    is_built: bool
+    cached_in: str
 
 
 class LoadReport(msgspec.Struct, frozen=True):
@@ -55,6 +74,7 @@ class LoadReport(msgspec.Struct, frozen=True):
         dense_bytes: parameters held in full.
         expert_bytes: parameters of its own experts.
         kv_cache_bytes: keys and values.
+        kv_cache_tokens: tokens that they are of, the padding block's not counted; equal on every rank.
         exchange_bytes: dispatch and expert buffers.
         load_seconds: time to load the weights.
         peak_memory_before: peak resident memory of the process before the weights were read.
@@ -66,6 +86,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     dense_bytes: int
     expert_bytes: int
     kv_cache_bytes: int
+    kv_cache_tokens: int
     exchange_bytes: int
     load_seconds: float
     peak_memory_before: int

@@ -21,17 +21,19 @@ CallOne = Callable[[int, str], Awaitable[Any]]
 """`await call(rank, method)`: the method of the rank actor of that number."""
 
 
-def builders(statuses: list[tuple[KernelStatus, ...]], places: tuple[RankPlace, ...]) -> dict[int, tuple[str, ...]]:
+def builders(
+    statuses: list[tuple[KernelStatus, ...]], places: tuple[RankPlace, ...]
+) -> dict[int, tuple[KernelStatus, ...]]:
     """The lowest rank of each node that lacks a kernel, and what is missing there.
 
     Args:
         statuses: what each rank needs, in rank order.
         places: where each rank runs.
     """
-    chosen: dict[int, tuple[str, ...]] = {}
+    chosen: dict[int, tuple[KernelStatus, ...]] = {}
     nodes: set[str] = set()
     for place in sorted(places, key=lambda place: place.rank):
-        missing = tuple(status.label for status in statuses[place.rank] if not status.is_built)
+        missing = tuple(status for status in statuses[place.rank] if not status.is_built)
         if missing and place.node_id not in nodes:
             nodes.add(place.node_id)
             chosen[place.rank] = missing
@@ -61,11 +63,12 @@ async def prepare_kernels(
     chosen = builders(statuses, places)
     if not chosen:
         return
-    labels = sorted({label for missing in chosen.values() for label in missing})
-    folders = sorted({status.cached_in for rank in chosen for status in statuses[rank]})
+    missing = {status.name: status for lacking in chosen.values() for status in lacking}
+    labels = ", ".join(sorted({status.label for status in missing.values()}))
+    folders = ", ".join(sorted({status.cached_in for status in missing.values()}))
     yield (
-        f"compiling {len(labels)} FlashInfer kernels on first use ({', '.join(labels)}), one rank a node; "
-        f"cached in {', '.join(folders)}"
+        f"compiling {len(missing)} FlashInfer kernel modules on first use ({labels}), one rank a node; "
+        f"cached in {folders}"
     )
     started = time.monotonic()
     calls = {rank: asyncio.ensure_future(call(rank, "build_kernels")) for rank in chosen}

@@ -1,6 +1,7 @@
 """Small random checkpoints of the families that are tested, each with what makes its family special."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from latent_moe import LatentMoeConfig
@@ -30,75 +31,79 @@ COMMON = {
 }
 
 
-def _qwen3_moe() -> PreTrainedConfig:
-    return Qwen3MoeConfig(
-        num_hidden_layers=3,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        norm_topk_prob=True,
+def _qwen3_moe(**sizes: Any) -> PreTrainedConfig:
+    settings = {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
         **COMMON,
-    )
+    } | sizes
+    return Qwen3MoeConfig(**settings)
 
 
-def _mixtral() -> PreTrainedConfig:
-    return MixtralConfig(
-        num_hidden_layers=2,
-        num_key_value_heads=2,
-        num_local_experts=8,
-        num_experts_per_tok=2,
-        intermediate_size=64,
-        sliding_window=24,
+def _mixtral(**sizes: Any) -> PreTrainedConfig:
+    settings = {
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 64,
+        "sliding_window": 24,
         **COMMON,
-    )
+    } | sizes
+    return MixtralConfig(**settings)
 
 
-def _olmoe() -> PreTrainedConfig:
-    return OlmoeConfig(
-        num_hidden_layers=2,
-        num_key_value_heads=4,
-        num_experts=8,
-        num_experts_per_tok=4,
-        intermediate_size=32,
+def _olmoe(**sizes: Any) -> PreTrainedConfig:
+    settings = {
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 4,
+        "intermediate_size": 32,
         **COMMON,
-    )
+    } | sizes
+    return OlmoeConfig(**settings)
 
 
-def _deepseek_v3() -> PreTrainedConfig:
+def _deepseek_v3(**sizes: Any) -> PreTrainedConfig:
     """Latent attention (K and V differ in width), group-limited sigmoid routing, a shared expert, a dense layer."""
-    return DeepseekV3Config(
-        num_hidden_layers=3,
-        num_key_value_heads=4,
-        first_k_dense_replace=1,
-        n_routed_experts=8,
-        n_shared_experts=1,
-        num_experts_per_tok=3,
-        n_group=4,
-        topk_group=2,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        q_lora_rank=48,
-        kv_lora_rank=32,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=24,
+    settings = {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 24,
         **COMMON,
-    )
+    } | sizes
+    return DeepseekV3Config(**settings)
 
 
-def _gpt_oss() -> PreTrainedConfig:
+def _gpt_oss(**sizes: Any) -> PreTrainedConfig:
     """Biased experts, attention sinks, every other layer with a sliding window, YaRN."""
-    return GptOssConfig(
-        num_hidden_layers=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_local_experts=8,
-        num_experts_per_tok=2,
-        intermediate_size=32,
-        sliding_window=16,
-        rope_parameters={
+    settings = {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 32,
+        "sliding_window": 16,
+        "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 10000.0,
             "factor": 4.0,
@@ -108,33 +113,36 @@ def _gpt_oss() -> PreTrainedConfig:
             "truncate": False,
         },
         **COMMON,
-    )
+    } | sizes
+    return GptOssConfig(**settings)
 
 
-def _hunyuan_v1_moe() -> PreTrainedConfig:
+def _hunyuan_v1_moe(**sizes: Any) -> PreTrainedConfig:
     """A list of experts a token, one number a layer; a router in float32, a shared expert."""
-    return HunYuanMoEV1Config(
-        num_hidden_layers=3,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=8,
-        moe_topk=[1, 8, 2],
-        intermediate_size=32,
+    settings = {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 8,
+        "moe_topk": [1, 8, 2],
+        "intermediate_size": 32,
         **COMMON,
-    )
+    } | sizes
+    return HunYuanMoEV1Config(**settings)
 
 
-def _latent_moe() -> PreTrainedConfig:
-    return LatentMoeConfig(
-        num_hidden_layers=3,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        norm_topk_prob=True,
+def _latent_moe(**sizes: Any) -> PreTrainedConfig:
+    settings = {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
         **COMMON,
-    )
+    } | sizes
+    return LatentMoeConfig(**settings)
 
 
 FAMILIES = {
@@ -148,11 +156,25 @@ FAMILIES = {
 LAYERS_DIFFER = {"hunyuan_v1_moe": _hunyuan_v1_moe, "test_latent_moe": _latent_moe}
 
 
-def save_random_model(family: str, folder: Path, max_shard_size: str = "400KB") -> None:
-    """Write a random float32 checkpoint, in several shards; biases and sinks are random too, so that they count."""
+def save_random_model(
+    family: str,
+    folder: Path,
+    max_shard_size: str = "400KB",
+    dtype: torch.dtype = torch.float32,
+    **sizes: Any,
+) -> None:
+    """Write a random checkpoint, in several shards; biases and sinks are random too, so that they count.
+
+    Args:
+        family: one of `FAMILIES` or `LAYERS_DIFFER`.
+        folder: where to.
+        max_shard_size: as Transformers takes it.
+        dtype: of the weights.
+        sizes: settings of the family's configuration that differ from those above.
+    """
     torch.manual_seed(len(family))
-    model = AutoModelForCausalLM.from_config({**FAMILIES, **LAYERS_DIFFER}[family](), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config({**FAMILIES, **LAYERS_DIFFER}[family](**sizes), dtype=torch.float32)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "bias" in name or "sinks" in name:
             torch.nn.init.normal_(tensor, std=0.2)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)

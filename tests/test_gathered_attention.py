@@ -4,12 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from expert_pool.cluster import CacheConfig, Limits, PoolConfig, SamplingParams
 from expert_pool.graphs.plan import CaptureEntry
 from expert_pool.workers.attention import SdpaAttention
+from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.gathered_attention import GATHER_BYTES, GatheredAttention, GatheredBatch
 from expert_pool.workers.inputs import StepInputs
 from expert_pool.workers.kv_cache import PADDING_BLOCK, PADDING_SLOT, KvCache
 from expert_pool.workers.model_spec import AttentionShape
+from models import FAMILIES
+from plain_ranks import PlainRanks
+from rank_insides import target_of
 
 CPU = torch.device("cpu")
 BLOCK, MAX_BLOCKS, NUM_BLOCKS = 4, 8, 40
@@ -144,3 +149,24 @@ def test_graphs_that_would_gather_too_much_are_refused_and_the_others_reserved_f
     assert f"more than {GATHER_BYTES:,}" in attention.refusal(CaptureEntry("decode", fitting + 1, 1))
     assert "records no piecewise graphs" in attention.refusal(CaptureEntry("piecewise", 64, 1))
     assert attention.graph_bytes([CaptureEntry("decode", size, 1) for size in (1, 4)]) == 3 * 4 * per_request
+
+
+def gather(engine: RankEngine) -> None:
+    """Have this rank's graphs attend as those on a GPU without FlashInfer's kernels do."""
+    target, spec = target_of(engine), engine.config.spec
+    target.attention = GatheredAttention(target.cache, spec.attention, spec.context_length, engine._device)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pool_that_gathers_in_its_decode_graphs_generates_what_transformers_does(family, random_models, references):
+    config = PoolConfig(
+        model=random_models[family],
+        ranks=2,
+        limits=Limits(max_running_requests=4, disable_piecewise_cuda_graph=True),
+        cache=CacheConfig(num_tokens=4096),
+    )
+    prompts = [[(11 * length + 5 * position) % 126 + 2 for position in range(length)] for length in (1, 9, 30, 70, 3)]
+    with PlainRanks(config, prepare=gather, graphs=True) as ranks:
+        completions = ranks.generate(prompts, SamplingParams(max_new_tokens=12))
+        assert all(stats.replayed_steps for stats in ranks.stats.values())
+    assert [one.token_ids for one in completions] == [references[family].greedy(prompt, 12) for prompt in prompts]

@@ -41,10 +41,15 @@ def lines_of(statuses, call, timeout_s=10.0, interval_s=0.02) -> list[str]:
 
 def test_one_rank_a_node_compiles_what_is_missing_there():
     partly = needs(attention=True, all_to_all=False)
-    assert builders([THERE] * 4, PLACES) == {}
-    assert builders([MISSING] * 4, PLACES) == {0: ("attention", "all-to-all"), 2: ("attention", "all-to-all")}
-    assert builders([THERE, THERE, partly, partly], PLACES) == {2: ("all-to-all",)}
-    assert builders([THERE, partly, MISSING, THERE], PLACES) == {1: ("all-to-all",), 2: ("attention", "all-to-all")}
+
+    def chosen(*statuses: tuple[KernelStatus, ...]) -> dict[int, list[str]]:
+        return {rank: [one.label for one in missing] for rank, missing in builders(list(statuses), PLACES).items()}
+
+    both = ["attention", "all-to-all"]
+    assert chosen(THERE, THERE, THERE, THERE) == {}
+    assert chosen(MISSING, MISSING, MISSING, MISSING) == {0: both, 2: both}
+    assert chosen(THERE, THERE, partly, partly) == {2: ["all-to-all"]}
+    assert chosen(THERE, partly, MISSING, THERE) == {1: ["all-to-all"], 2: both}
 
 
 def test_the_start_says_what_compiles_where_it_is_kept_and_for_how_long():
@@ -57,7 +62,7 @@ def test_the_start_says_what_compiles_where_it_is_kept_and_for_how_long():
     lines = lines_of([MISSING] * 4, compile_for_a_while)
     assert called == [(0, "build_kernels"), (2, "build_kernels")]
     assert lines[0] == (
-        "compiling 2 FlashInfer kernels on first use (all-to-all, attention), one rank a node; cached in ~/cache"
+        "compiling 2 FlashInfer kernel modules on first use (all-to-all, attention), one rank a node; cached in ~/cache"
     )
     assert lines[1] == "compiling kernels on rank 0, rank 2: 0 s"
     assert lines[-2] == "compiling kernels on rank 2: 0 s"

@@ -28,6 +28,9 @@ from .path import DispatchedPath, ExpertPath
 from .path_table import PathName
 from .select import make_dispatcher, make_experts
 
+# The first architecture of which whole racks are one NVLink domain.
+_NVLINK_BETWEEN_HOSTS = 10
+
 
 @runtime_checkable
 class Closable(Protocol):
@@ -88,7 +91,7 @@ class PathMaker:
         Args:
             name: of the path.
             layers: it would compute.
-            host_of_first: the host name of rank 0: GPUs of several hosts are not known to reach each other's memory.
+            host_of_first: the host name of rank 0.
         """
         if name.experts == "torch" and name.dispatch != "flashinfer":
             return None
@@ -96,8 +99,9 @@ class PathMaker:
             return f"worker.device is {self.device.type}, {name} needs NVIDIA GPUs"
         reason: str | None = None
         if name.dispatch in ("flashinfer", "mega"):
-            if socket.gethostname() != host_of_first:
-                return f"it is on {socket.gethostname()}, rank 0 on {host_of_first}: no NVLink between hosts was tried"
+            is_elsewhere = socket.gethostname() != host_of_first
+            if is_elsewhere and torch.cuda.get_device_capability(self.device)[0] < _NVLINK_BETWEEN_HOSTS:
+                return f"it is on {socket.gethostname()}, rank 0 on {host_of_first}: Hopper hosts share no NVLink"
             reason = _import_problem("flashinfer.moe_ep") or _peer_problem(self.device)
         if reason is None and name.is_mega:
             reason = self._hopper_problem() or self._weights_problem(layers, mega=True)

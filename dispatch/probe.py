@@ -26,6 +26,13 @@ class Dropped(msgspec.Struct, frozen=True):
         return f"{self.path} dropped on all ranks: rank {self.rank}: {self.reason}"
 
 
+_MEETING = "meeting"
+
+
+class PeerGaveUp(Exception):
+    """Another rank failed in what all attempt together."""
+
+
 class HostGroup:
     """All ranks, on the host.
 
@@ -55,8 +62,21 @@ class HostGroup:
         return reduced
 
     def meet(self) -> None:
-        """Wait for all ranks."""
-        dist.barrier(self.group)
+        """Wait for all ranks in the middle of something they attempt together.
+
+        Raises:
+            PeerGaveUp: some rank is not coming, since it has failed and waits in `outcomes`.
+        """
+        missing = [rank for rank, found in enumerate(self.gather(_MEETING)) if found != _MEETING]
+        if missing:
+            raise PeerGaveUp(f"ranks {missing} gave up")
+
+    def outcomes(self, reason: str | None) -> list[str | None]:
+        """How each rank's attempt ended; a rank that still meets others learns of it there, and comes here too."""
+        while True:
+            found = self.gather((reason,))
+            if _MEETING not in found:
+                return [outcome for (outcome,) in found]
 
 
 def agree_on_refusals(group: HostGroup, refusals: Mapping[str, str | None]) -> dict[str, Dropped]:
@@ -81,16 +101,18 @@ def attempt(group: HostGroup, path: str, build: Callable[[], Built]) -> Built | 
     Args:
         group: all ranks.
         path: that is being built.
-        build: may be collective; what it raises is taken as this rank's refusal.
+        build: may be collective, and meet the other ranks on the way; what it raises is taken as this rank's refusal.
     """
     built: Built | None = None
     reason: str | None = None
     try:
         built = build()
+    except PeerGaveUp:
+        pass
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-    dropped = agree_on_refusals(group, {path: reason}).get(path)
-    if dropped is not None:
-        return dropped
+    for rank, outcome in enumerate(group.outcomes(reason)):
+        if outcome is not None:
+            return Dropped(path, rank, outcome)
     assert built is not None
     return built

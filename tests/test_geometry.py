@@ -390,7 +390,7 @@ def bring_another_row(engine: RankEngine) -> None:
     model = target_of(engine)
     forward = model.forward
 
-    def forward_with_another_row(inputs: Any, geometry: StepGeometry) -> torch.Tensor:
+    def forward_with_another_row(inputs: Any, geometry: StepGeometry, on_host: Any = None) -> torch.Tensor:
         longer = {
             name: torch.cat([getattr(inputs, name), getattr(inputs, name)[-1:]])
             for name in ("input_ids", "positions", "slots")

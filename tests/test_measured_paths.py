@@ -31,6 +31,7 @@ MIXED = (TableRow(4, "alltoall+torch"), TableRow(16, "allgather+torch"))
 BUCKETS = (1, 4, 16)
 PROMPTS = [[5, 17, 42], [9, 9]]
 NEW_TOKENS = 8
+FAULTY_MEETING = 6
 
 
 def config_of(model: str, tuning: Tuning) -> PoolConfig:
@@ -207,6 +208,31 @@ def test_a_path_that_one_rank_cannot_take_is_dropped_on_all_with_the_reason(how,
         assert names == ("allgather+torch",)
         assert f"alltoall+torch dropped on all ranks: rank 1: {reason}has no such thing" in lines
         assert lines[-1] == "all ranks fall back to allgather+torch"
+
+
+def failing_while_it_measures(engine: RankEngine, faulty_rank: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """One rank fails where all are about to replay what they recorded; the others wait for it there."""
+    meet = HostGroup.meet
+    met = [0]
+
+    def fails(group: HostGroup) -> None:
+        met[0] += 1
+        if met[0] == FAULTY_MEETING:
+            raise RuntimeError("out of memory")
+        meet(group)
+
+    with ExitStack() as faults:
+        if engine.rank == faulty_rank:
+            faults.enter_context(replaced(HostGroup, "meet", fails))
+        settled = choose_again(engine)
+    return settled.path.table.names, settled.lines
+
+
+@pytest.mark.parametrize("faulty_rank", [0, 1])
+def test_a_rank_that_fails_while_all_measure_keeps_nobody_waiting(faulty_rank, gang):
+    for names, lines in gang.call(failing_while_it_measures, faulty_rank, deadline_s=WITHIN_S):
+        assert names == ("alltoall+torch",)
+        assert f"allgather+torch dropped on all ranks: rank {faulty_rank}: RuntimeError: out of memory" in lines
 
 
 def pinned_but_refused(engine: RankEngine) -> str:

@@ -12,6 +12,8 @@ FlashInfer is imported at construction.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy
+import numpy.typing
 import torch
 
 from ..dispatch.geometry import pad_to_ranks
@@ -63,6 +65,7 @@ def sink_options(shape: AttentionShape, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
+IntArray = numpy.typing.NDArray[numpy.int64]
 _Pages = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """A page table in FlashInfer's form: offsets (host), page numbers (device), tokens in each last page (host)."""
 
@@ -109,6 +112,7 @@ class FlashInferAttention:
         self._device = device
         self._max_pages = max_pages
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._planned = torch.cuda.Event()
         self._groups: dict[AttentionShape, _Group] = {shape: _Group(shape) for shape in shapes}
         self._group_of_layer = [self._groups[shape] for shape in shapes]
 
@@ -129,12 +133,12 @@ class FlashInferAttention:
             entry: which graph.
             values: this rank's inputs before padding; host tensors. Requests that are missing get the padding block.
         """
-        contexts = values["context_lens"].tolist() if "context_lens" in values else []
-        tables = values["block_tables"].tolist() if "block_tables" in values else []
         num_rows = pad_to_ranks(entry.num_tokens, self._attn_tp_size)
-        lengths = [context + 1 for context in contexts] + [1] * (num_rows - len(contexts))
-        tables = tables + [[PADDING_BLOCK]] * (num_rows - len(tables))
-        pages = self._pages(lengths, tables)
+        lengths, tables = numpy.zeros(0, numpy.int64), numpy.zeros((0, 1), numpy.int64)
+        if "context_lens" in values:
+            lengths, tables = values["context_lens"].numpy() + 1, values["block_tables"].numpy()
+        self._wait_for_last_plan()
+        pages = self._pages(lengths, tables, num_rows - len(lengths))
         queries = torch.arange(num_rows + 1, dtype=torch.int32)
         for group in self._groups.values():
             if entry.bucket not in group.graphs:
@@ -144,6 +148,7 @@ class FlashInferAttention:
                 self._plan_decode(wrapper, group.shape, pages)
             else:
                 self._plan_prefill(wrapper, group.shape, queries, pages)
+        self._planned.record()
 
     def batch(self, inputs: StepInputs, entry: CaptureEntry | None) -> "FlashInferBatch":
         """What the attention layers of one step call; plans eager steps here."""
@@ -154,15 +159,15 @@ class FlashInferAttention:
         slots_T = inputs.slots.to(self._device, non_blocking=True)
         if not lens:
             return FlashInferBatch(self._cache, slots_T, None)
-        contexts, tables = inputs.context_lens.tolist(), inputs.block_tables.tolist()
-        lengths = [context + query_len for context, query_len in zip(contexts, lens, strict=True)]
-        pages = self._pages(lengths, tables)
-        queries = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32)
+        self._wait_for_last_plan()
+        pages = self._pages((inputs.context_lens + inputs.query_lens).numpy(), inputs.block_tables.numpy())
+        queries = _offsets(inputs.query_lens.numpy())
         for group in self._groups.values():
             if group.eager is None:
                 backend = self._prefill_backend if has_decode_wrapper(group.shape) else "fa2"
                 group.eager = self._prefill_wrapper(group.shape, backend=backend)
             self._plan_prefill(group.eager, group.shape, queries, pages)
+        self._planned.record()
         return FlashInferBatch(self._cache, slots_T, [group.eager for group in self._group_of_layer])
 
     def _plan_prefill(self, wrapper: Any, shape: AttentionShape, queries: torch.Tensor, pages: _Pages) -> None:
@@ -194,16 +199,30 @@ class FlashInferAttention:
             sm_scale=shape.scaling,
         )
 
-    def _pages(self, lengths: list[int], tables: list[list[int]]) -> _Pages:
-        """Page table of a batch in FlashInfer's form: offsets, page numbers, tokens in each last page."""
+    def _wait_for_last_plan(self) -> None:
+        """A wrapper plans into one host buffer, which the device may still be copying from the last time.
+
+        That copy comes before the last step on the stream, so with overlap it is over, or waits for no more than the
+        step before.
+        """
+        self._planned.synchronize()
+
+    def _pages(self, lengths: IntArray, tables: IntArray, num_padding: int = 0) -> _Pages:
+        """Page table of a batch in FlashInfer's form: offsets, page numbers, tokens in each last page.
+
+        Args:
+            lengths: `[B]` cached tokens of each request, those of this step included.
+            tables: `[B, M]` its blocks.
+            num_padding: requests behind these that have one token in the padding block.
+        """
         size = self._cache.block_size
-        counts = [-(-length // size) for length in lengths]
-        indptr = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
-        indices = torch.tensor(
-            [page for table, count in zip(tables, counts, strict=True) for page in table[:count]], dtype=torch.int32
-        )
-        last = torch.tensor([(length - 1) % size + 1 for length in lengths], dtype=torch.int32)
-        return indptr, indices.to(self._device), last
+        counts = -(-lengths // size)
+        used = numpy.arange(tables.shape[1]) < counts[:, None]
+        indices = numpy.concatenate([tables[used], numpy.full(num_padding, PADDING_BLOCK)]).astype(numpy.int32)
+        ones = numpy.ones(num_padding, numpy.int64)
+        last = numpy.concatenate([(lengths - 1) % size + 1, ones]).astype(numpy.int32)
+        on_device = torch.from_numpy(indices).pin_memory().to(self._device, non_blocking=True)
+        return _offsets(numpy.concatenate([counts, ones])), on_device, torch.from_numpy(last)
 
     def _graph_wrapper(self, shape: AttentionShape, num_rows: int) -> Any:
         """A wrapper whose buffers never move, for one bucket."""
@@ -277,6 +296,11 @@ class FlashInferBatch:
         of_sinks = () if sinks is None else (sinks.float(), scaling)
         query_THD = query[0].transpose(0, 1).contiguous()
         return self._wrappers[layer].run(query_THD, self._cache.pages(layer), *of_sinks).unsqueeze(0)
+
+
+def _offsets(counts: IntArray) -> torch.Tensor:
+    """`[B + 1]` int32: where each request's part starts, and where the last ends."""
+    return torch.from_numpy(numpy.concatenate([[0], counts.cumsum()]).astype(numpy.int32))
 
 
 def _window_left(shape: AttentionShape) -> int:

@@ -247,7 +247,9 @@ def pinned_but_refused(engine: RankEngine) -> str:
 
 def test_a_pinned_path_that_a_rank_cannot_take_is_an_error_and_not_replaced(gang):
     for message in gang.call(pinned_but_refused):
-        assert message.startswith("tuning.table cannot run: alltoall+torch dropped on all ranks: rank 1: cannot")
+        assert message.startswith(
+            "the table pinned by tuning.table cannot run: alltoall+torch dropped on all ranks: rank 1: cannot"
+        )
 
 
 def test_the_table_is_shown_at_start_and_in_the_pools_status(random_models):

@@ -87,11 +87,9 @@ class PathChoice:
                 id(layer.experts.module): pair for layer, pair in zip(layers, scales, strict=True)
             }
         if config.dispatch != "measured":
-            self._require([str(names[0])], f"dispatch={config.dispatch!r}")
-            path = self._maker.make(names[0])
-            self._adopt({names[0]: path}, layers)
-            path.prepare(self._group.group)
-            return Settled(path, ())
+            paths = self._all_of(names, layers, f"dispatch={config.dispatch!r}")
+            self._adopt(paths, layers)
+            return Settled(paths[names[0]], ())
         return self._measured(names, layers)
 
     def _probe(self, names: Sequence[PathName], layers: Sequence[MoeLayer]) -> None:
@@ -100,15 +98,25 @@ class PathChoice:
         refusals = {str(name): self._maker.refusal(name, layers, host) for name in names}
         self._dropped |= agree_on_refusals(self._group, refusals)
 
-    def _require(self, names: Sequence[str], setting: str) -> None:
-        lost = [self._dropped[name] for name in names if name in self._dropped]
+    def _all_of(
+        self, names: Sequence[PathName], layers: Sequence[MoeLayer], setting: str
+    ) -> dict[PathName, ExpertPath]:
+        """These paths, none of which may be missing.
+
+        Raises:
+            ConfigError: on every rank alike, where some rank cannot take one.
+        """
+        paths: dict[PathName, ExpertPath] = {}
+        if not any(str(name) in self._dropped for name in names):
+            paths = self._build(names, list({layer.shape: layer for layer in layers}.values()))
+        lost = [self._dropped[str(name)] for name in names if str(name) in self._dropped]
         if lost:
             raise ConfigError(f"{setting} cannot run: {'; '.join(map(str, lost))}")
+        return paths
 
     def _measured(self, names: Sequence[PathName], layers: Sequence[MoeLayer]) -> Settled:
         config = self._config
         if config.tuning.table is not None:
-            self._require(list(map(str, names)), "tuning.table")
             return self._as_tabled(PathTable(config.tuning.table), layers, "pinned by tuning.table")
         left = [name for name in names if str(name) not in self._dropped]
         if not left:
@@ -128,10 +136,8 @@ class PathChoice:
     def _as_tabled(self, table: PathTable, layers: Sequence[MoeLayer], source: str) -> Settled:
         """The paths of a table that exists, built and held to the bound."""
         copies = copy_bytes(layers, self._config.quantisation)
-        members = {PathName.parse(name): self._maker.make(PathName.parse(name)) for name in table.names}
+        members = self._all_of(list(map(PathName.parse, table.names)), layers, f"the table {source}")
         self._adopt(members, layers)
-        for path in members.values():
-            path.prepare(self._group.group)
         num_bytes = bytes_of(table.names, self._costs(members), copies)
         if num_bytes > self._config.tuning.max_bytes:
             raise ConfigError(

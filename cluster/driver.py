@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +48,7 @@ class PoolEvent(msgspec.Struct, frozen=True):
 
 
 class PoolStatus(msgspec.Struct, frozen=True):
-    """The pool as the driver sees it; `graphs` of the ranks that answered in time."""
+    """The pool as the driver sees it; graphs are of the ranks that answered in time, seconds of the last capture."""
 
     state: str
     failure: str | None
@@ -55,6 +56,7 @@ class PoolStatus(msgspec.Struct, frozen=True):
     loads: tuple[LoadReport, ...]
     stats: tuple[RankStats, ...]
     graphs: tuple[GraphReport, ...]
+    capture_seconds: float
 
 
 @dataclass(eq=False)
@@ -91,6 +93,7 @@ class Driver:
         self._stats: dict[int, RankStats] = {}
         self._router = Router(config.layout.dp_size, window=2 * config.limits.max_running_requests)
         self._graphs = CaptureOutcome(CapturePlan(()), ())
+        self._capture_seconds = 0.0
         self._streams: dict[int, _Stream] = {}
         self._open_streams: set[_Stream] = set()
         self._keys = itertools.count()
@@ -129,7 +132,7 @@ class Driver:
             self._begin_collecting()
             yield (
                 f"ready: loaded in {max(report.load_seconds for report in self._loads):.1f} s, "
-                f"{len(self._graphs.plan.entries)} graphs on every rank, "
+                f"{len(self._graphs.plan.entries)} graphs on every rank, recorded in {self._capture_seconds:.1f} s, "
                 f"KV cache of {self._loads[0].kv_cache_tokens:,} tokens a batch"
             )
         except BaseException as error:
@@ -202,6 +205,7 @@ class Driver:
             loads=self._loads,
             stats=tuple(stats for _, stats in sorted(self._stats.items())),
             graphs=tuple(graphs),
+            capture_seconds=self._capture_seconds,
         )
 
     async def shutdown(self) -> None:
@@ -219,7 +223,10 @@ class Driver:
         self._enter(DriverState.STOPPED)
 
     async def _capture(self) -> CaptureOutcome:
-        return await capture_in_lockstep(plan_captures(self._config.limits), self._capture_on_all_ranks)
+        started = time.monotonic()
+        outcome = await capture_in_lockstep(plan_captures(self._config.limits), self._capture_on_all_ranks)
+        self._capture_seconds = time.monotonic() - started
+        return outcome
 
     async def _capture_on_all_ranks(self, method: str, *args: Any) -> list[Any]:
         """One call of the capture protocol on every rank; see `graphs.lockstep.LockstepRank`."""

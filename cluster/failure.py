@@ -6,6 +6,8 @@ from ..dispatch.errors import ExpertPoolError, PlacementError, RankError
 from ..workers.rank import RankPlace
 
 _LOST_PEER = 2
+# Gloo's, NCCL's (ncclRemoteError) and our own deadlines'.
+_SIGNS_OF_A_LOST_PEER = ("connection", "gloo", "remote process", "timed out")
 
 
 def describe_failure(
@@ -36,6 +38,8 @@ def describe_failure(
         return RankError(f"{_named(rank, places)} died {when}: {_reason_of_death(cause)}")
     if silent and _suspicion(cause) == _LOST_PEER:
         names = ", ".join(_named(one, places) for one in sorted(silent))
+        if "timed out" not in str(cause).lower():
+            return RankError(f"{names} broke off {when}: rank {rank} lost its connection: {_first_line(cause)}")
         return RankError(
             f"{names} did not take part in a step within worker.step_timeout_s={max(silent.values()):g}; "
             f"rank {rank} waited for it: {_first_line(cause)}"
@@ -61,7 +65,7 @@ def _suspicion(cause: BaseException) -> int:
     if isinstance(cause, RayActorError):
         return 0
     text = str(cause).lower()
-    return _LOST_PEER if "connection" in text or "gloo" in text or "timed out" in text else 1
+    return _LOST_PEER if any(sign in text for sign in _SIGNS_OF_A_LOST_PEER) else 1
 
 
 def _reason_of_death(cause: RayActorError) -> str:

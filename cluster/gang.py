@@ -108,7 +108,8 @@ class Gang:
             timeout_s: for the slowest rank; `None`: the time that a start may take.
 
         Raises:
-            ExpertPoolError: a rank raised, died or was late; names it.
+            ExpertPoolError: a rank raised, died or was late; names it. After a death, a failed collective call or a
+                late answer the gang is broken.
         """
         limit = self._start_timeout_s if timeout_s is None else timeout_s
         calls = {
@@ -124,6 +125,7 @@ class Gang:
         if failures:
             raise describe_failure(failures, doing, self.places)
         if pending:
+            self.is_broken = True  # a rank inside a call answers no other one
             late = [rank for rank, call in calls.items() if call in pending]
             raise RankError(
                 f"ranks {late} did not finish {_readable(method, args)} within placement.start_timeout_s={limit:g}"

@@ -77,6 +77,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def overlaps(self) -> bool:
         return self.device == "cuda" if self.overlap is None else self.overlap
 
+    @property
+    def device_timeout_s(self) -> float:
+        """How long kernels wait for a peer. Past it NCCL and FlashInfer end the process that waits, and it would look
+        like the one that failed: what the host notices after `step_timeout_s`, and says of whom, has to come first."""
+        return 2 * self.step_timeout_s + 30.0
+
     def __post_init__(self) -> None:
         if VISIBLE_DEVICES in self.environment:
             raise ConfigError(

@@ -44,6 +44,7 @@ from .same_code import require_same_code
 from .scheduler import Scheduler
 from .sequence import Decode
 from .step import StepLoop
+from .watch import run_watched
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class RankEngine:
             store=self._store,
             rank=self.rank,
             world_size=layout.world_size,
-            timeout=self._timeout,
+            timeout=self._step_group_timeout,
             device_id=self._device if on_gpu else None,
         )
         self._host_group = dist.new_group(backend="gloo", timeout=self._timeout)
@@ -96,7 +97,7 @@ class RankEngine:
             for dp_rank in range(layout.dp_size):
                 ranks = list(layout.ranks_of(dp_rank))
                 host_group = dist.new_group(ranks, backend="gloo", timeout=self._timeout)
-                step_group = dist.new_group(ranks, timeout=self._timeout)
+                step_group = dist.new_group(ranks, timeout=self._step_group_timeout)
                 if dp_rank == layout.dp_rank(self.rank):
                     self._sharing_group, self._step_group = host_group, step_group
         assert dist.group.WORLD is not None
@@ -183,11 +184,17 @@ class RankEngine:
         it fail too. It closes none itself: NCCL's shutdown would wait for those ranks.
         """
         self.inbox.stay()
-        self._loop.run()
+        run_watched(self._loop, self.config.worker.step_timeout_s)
 
     @property
     def _timeout(self) -> timedelta:
         return timedelta(seconds=self.config.worker.step_timeout_s)
+
+    @property
+    def _step_group_timeout(self) -> timedelta:
+        """Of groups whose collectives run inside steps."""
+        on_gpu = self._device.type == "cuda"
+        return timedelta(seconds=self.config.worker.device_timeout_s) if on_gpu else self._timeout
 
     def _target(self, model: PreTrainedModel, exchange: MoeExchange, num_blocks: int) -> TargetModel:
         """The model over a KV cache of this many blocks, the padding block included."""

@@ -60,7 +60,7 @@ def path_maker(
         pair_budget=_pair_budget(config),
         formats=tuple(dict.fromkeys(formats)),
         quantisation=config.quantisation,
-        peer_timeout_s=config.worker.step_timeout_s,
+        peer_timeout_s=config.worker.device_timeout_s,
         records_graphs=not config.limits.disable_cuda_graph,
     )
 

@@ -44,6 +44,10 @@ class StepLoop:
         sharing_group: a Gloo group of the ranks that share this rank's batch; `None` when it shares it with none.
         overlap: whether a step is launched before the one before it has come back; equal on every rank.
         step_timeout_s: how long a launched step may take.
+
+    Attributes:
+        stage_began: `time.monotonic()` when the present stage of an iteration began (all up to the agreement, the
+            launch, the wait); `None` outside iterations. No stage outlasts `step_timeout_s`, unless a call hangs.
     """
 
     def __init__(
@@ -75,11 +79,13 @@ class StepLoop:
         self._under_way: _Launched | None = None
         self._stats = RankStats(self._dp_rank)
         self._step = 0
+        self.stage_began: float | None = None
 
     def run(self) -> None:
         """Returns once all ranks leave. What was scheduled then is scheduled again when the loop runs again."""
         while True:
             started = time.perf_counter()
+            self.stage_began = time.monotonic()
             intake, wake_epoch, leave = self._inbox.take()
             encoded = b""
             if self._sharing_group is None:
@@ -108,15 +114,18 @@ class StepLoop:
             if plan.leave:
                 return
             if plan.is_pause:
+                self.stage_began = None
                 self._inbox.wait_beyond(plan.wake_epoch)
 
     def _run_step(self, batch: ScheduledBatch, plan: StepPlan, started: float) -> None:
         """Launch this step, if there is one, and take in what has come back."""
+        self.stage_began = time.monotonic()
         before, self._under_way = self._under_way, None
         launches = plan.geometry is not None and not plan.leave
         if launches:
             model_started = time.perf_counter()
             launched = _Launched(batch, self._executor.run(batch, plan))
+            self.stage_began = time.monotonic()
             self._scheduler.launch(batch)
             self._count_launched(batch, plan, time.perf_counter() - model_started)
             if self._overlap:

@@ -1,0 +1,94 @@
+"""What check_faults.py runs inside the ranks' processes."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import harness  # noqa: F401  makes the folder of the tests importable
+import torch
+from expert_pool.graphs.runner import GraphRunner
+from expert_pool.graphs.static import StaticBuffers
+from expert_pool.workers.engine import RankEngine
+from expert_pool.workers.graph_set import buffer_specs
+from expert_pool.workers.inputs import pack
+from expert_pool.workers.request import Request, SamplingParams
+from expert_pool.workers.scheduler import BatchKind, ScheduledBatch, Slice
+from expert_pool.workers.sequence import Sequence
+from rank_faults import replaced
+
+
+def capture_state(engine: RankEngine) -> tuple[str | None, int, int]:
+    """What the driver told this rank last, captures still open, and graphs held."""
+    graphs = engine.graphs
+    return graphs.last_failure, graphs.mode.depth, len(graphs.committed.entries)
+
+
+@contextmanager
+def other_facts(engine: RankEngine, changes: dict[str, Any]) -> Iterator[None]:
+    """Whatever the dispatcher, its capacity, experts or scales are read as others."""
+    runner = engine.graphs.runners["decode"]
+    facts = runner._facts
+    with replaced(runner, "_facts", lambda: dataclasses.replace(facts(), **changes)):
+        yield
+
+
+@torch.inference_mode()
+def outputs_are_kept(engine: RankEngine) -> list[str]:
+    """Record the decode step a second time, as draft graphs are: into a memory pool and buffers of their own.
+
+    Collective over all ranks, in a pool that is idle. Returns what is wrong, a sentence each: the output of a target's
+    graph changed while the other was recorded and replayed, or a target's replay is another than before.
+    """
+    runner = engine.graphs.runners["decode"]
+    other = GraphRunner(
+        dataclasses.replace(runner.kind, model="draft"),
+        runner._step,
+        StaticBuffers(buffer_specs(engine.config)["target"], engine._device),
+        runner._max_requests,
+        runner.backend,
+        runner._layout,
+        runner._rank,
+        runner._collectives,
+        runner._facts,
+        runner._prepare,
+    )
+    found = []
+    for entry in engine.graphs.committed.entries:
+        values, on_host, release = _inputs(engine, entry.bucket)
+        output = runner.replay(entry, values, entry.bucket, on_host)
+        before = output.clone()
+        other.warm_up(entry)
+        other.record(entry, 1)
+        few, few_on_host, release_few = _inputs(engine, 1)
+        replayed = other.replay(entry, few, 1, few_on_host)
+        if engine._device.type == "cuda":
+            if not torch.equal(output, before):
+                found.append(f"{entry}: the second graph wrote into the output of the first")
+            if replayed.untyped_storage().data_ptr() == output.untyped_storage().data_ptr():
+                found.append(f"{entry}: both graphs put their output into the same memory")
+        again = runner.replay(entry, values, entry.bucket, on_host)
+        if not torch.allclose(again, before, rtol=0, atol=0.02 * float(before.abs().max())):
+            found.append(f"{entry}: a replay differs by {(again - before).abs().max()} from the one before")
+        release()
+        release_few()
+    return found
+
+
+def _inputs(engine: RankEngine, count: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
+    """A decode step of `count` requests with nothing cached but zeros, on the device and on the host."""
+    allocator, slices = engine._loop._scheduler._allocator, []
+    for index in range(count):
+        length = 5 + 3 * index
+        sequence = Sequence(Request(index, tuple(range(2, 2 + length)), SamplingParams()), 512, None)
+        sequence.num_computed = length - 1
+        assert allocator.grow(sequence.blocks, length)
+        slices.append(Slice.of(sequence, 1))
+    packed = pack(ScheduledBatch(BatchKind.DECODE, tuple(slices)), engine.config.block_size)
+    inputs = packed.inputs.to(engine._device)
+
+    def release() -> None:
+        for piece in slices:
+            allocator.release(piece.sequence.blocks)
+
+    return inputs.values(), packed.inputs.values(), release

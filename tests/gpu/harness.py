@@ -1,0 +1,77 @@
+"""What the GPU scripts share: a model's configuration without weights, a deadline for everything, and tables."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+from transformers import Qwen3MoeConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+STARTED = time.monotonic()
+
+
+def say(line: str) -> None:
+    print(f"[{time.monotonic() - STARTED:6.1f}s] {line}", flush=True)
+
+
+def end_after(seconds: float, last_words: Callable[[], None]) -> None:
+    """End this process and all that it started, whatever hangs; `last_words` prints what is known by then."""
+
+    def end() -> None:
+        say(f"ENDED by --deadline {seconds:g}")
+        last_words()
+        sys.stdout.flush()
+        for child in psutil.Process().children(recursive=True):
+            child.kill()
+        os._exit(3)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+
+
+def save_config(folder: str, **sizes: int) -> str:
+    """A folder with the `config.json` of a Qwen3-MoE of Qwen3-30B-A3B's geometry, but for these sizes."""
+    geometry = {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "max_position_embeddings": 4096,
+    }
+    config = Qwen3MoeConfig(
+        **{**geometry, **sizes},
+        norm_topk_prob=True,
+        rope_theta=1000000.0,
+        tie_word_embeddings=False,
+        eos_token_id=1,
+        architectures=["Qwen3MoeForCausalLM"],
+        initializer_range=0.02 if not sizes.get("hidden_size") else 0.1,
+    )
+    config.save_pretrained(folder)
+    return folder
+
+
+def show(title: str, rows: Sequence[Sequence[object]]) -> None:
+    """Aligned columns, numbers to the right; the first row is the header."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[index]) for row in cells) for index in range(len(cells[0]))]
+    print(title)
+    texts = [any(cell[:1].isalpha() for cell in column[1:]) for column in zip(*cells, strict=True)]
+    for row in cells:
+        padded = (
+            cell.ljust(width) if is_text else cell.rjust(width)
+            for cell, width, is_text in zip(row, widths, texts, strict=True)
+        )
+        print("  " + "  ".join(padded).rstrip())
+    sys.stdout.flush()

@@ -1,0 +1,216 @@
+"""The ranks of a pool as plain processes: their step loop without Ray around it, and their graphs in a bare loop."""
+
+import multiprocessing
+import os
+import queue
+import statistics
+import time
+import traceback
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from expert_pool.graphs.plan import plan_captures
+from expert_pool.workers.engine import RankEngine
+from expert_pool.workers.rank_config import RankConfig
+from expert_pool.workers.request import Request, SamplingParams
+from harness import say
+from rank_insides import ScriptedInbox
+from step_times import HostProfile, StepTimes, middle
+
+SETTLING_REPLAYS, REPLAYS = 5, 50
+PROMPT_TOKENS = 8
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """Of one number of requests a rank. Milliseconds; the profile in microseconds.
+
+    Attributes:
+        requests: of each rank.
+        loop_ms: median iteration of the step loop.
+        bare_ms: mean replay of the same graph on the same inputs, back to back.
+        profile: mean host time by part.
+    """
+
+    requests: int
+    loop_ms: float
+    bare_ms: float
+    profile: dict[str, float]
+
+
+def prompts(count: int, vocab_size: int, seed: int) -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [tuple(row) for row in torch.randint(2, vocab_size, (count, PROMPT_TOKENS), generator=generator).tolist()]
+
+
+def measure_plain(
+    config: RankConfig, requests: list[int], new_tokens: int, profile: bool, deadline_s: float
+) -> list[Measured]:
+    """Run the ranks of `config` as processes; rank 0's numbers.
+
+    Raises:
+        RuntimeError: a rank failed, or the deadline has passed.
+    """
+    context = multiprocessing.get_context("spawn")
+    ports, reports = context.Queue(), context.Queue()
+    processes = [
+        context.Process(target=_main, args=(config, rank, ports, reports, requests, new_tokens, profile), daemon=True)
+        for rank in range(config.layout.world_size)
+    ]
+    until = time.monotonic() + deadline_s
+    measured: list[Measured] = []
+    try:
+        for process in processes:
+            process.start()
+        while len(measured) < len(requests):
+            try:
+                kind, content = reports.get(timeout=1.0)
+            except queue.Empty:
+                ended = [rank for rank, process in enumerate(processes) if process.exitcode is not None]
+                if ended or time.monotonic() > until:
+                    raise RuntimeError(f"plain ranks: ended {ended}, or no result in {deadline_s:g} s") from None
+                continue
+            if kind == "failed":
+                raise RuntimeError(content)
+            if kind == "said":
+                say(f"  {content}")
+            else:
+                measured.append(content)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return measured
+
+
+def _main(
+    config: RankConfig, rank: int, ports: Any, reports: Any, requests: list[int], new_tokens: int, profile: bool
+) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")[rank]
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        engine = _ready_engine(config, rank, ports, reports)
+        for count in requests:
+            result = _measure(engine, count, new_tokens, profile)
+            if rank == 0:
+                reports.put(("measured", result))
+        dist.barrier(group=engine._host_group)
+        time.sleep(60)  # until it is killed: leaving in order would wait for NCCL
+    except BaseException:
+        reports.put(("failed", f"rank {rank}:\n{traceback.format_exc()}"))
+        time.sleep(5)  # the queue's thread sends it
+
+
+def _ready_engine(config: RankConfig, rank: int, ports: Any, reports: Any) -> RankEngine:
+    started = time.perf_counter()
+    engine = RankEngine(config, rank)
+    if rank == 0:
+        port = engine.open_rendezvous("127.0.0.1")
+        for _ in range(config.layout.world_size - 1):
+            ports.put(port)
+    else:
+        port = ports.get(timeout=120)
+    engine.join("127.0.0.1", port)
+    engine.load()
+    loaded = time.perf_counter()
+    record_what_all_can(engine)
+    if rank == 0:
+        seconds = f"loaded in {loaded - started:.1f} s, recorded in {time.perf_counter() - loaded:.1f} s"
+        reports.put(("said", f"plain ranks: {seconds}"))
+    return engine
+
+
+def record_what_all_can(engine: RankEngine) -> None:
+    """Record the plan in its order; what one rank cannot, the others of the same make cannot either."""
+    graphs, plan = engine.graphs, plan_captures(engine.config.limits)
+    plan = plan.without({entry for entry, _ in graphs.agree(plan).refused})
+    graphs.begin()
+    for entry in plan.entries:
+        graphs.warm_up(entry)
+        graphs.record(entry)
+    graphs.end()
+    graphs.commit(plan)
+
+
+def _measure(engine: RankEngine, count: int, new_tokens: int, profile: bool) -> Measured:
+    """Collective over all ranks: the loop, then the same again with a profile, then the graph alone."""
+    kept = _KeptInputs(engine, at=new_tokens // 2)
+    times = StepTimes(engine)
+    _run_loop(engine, count, new_tokens)
+    seconds = times.stop()
+    kept.stop()
+    parts: dict[str, float] = {}
+    if profile:
+        host_profile = HostProfile(engine)
+        _run_loop(engine, count, new_tokens)
+        parts = host_profile.stop()
+    return Measured(count, middle(seconds), _bare_ms(engine, kept), parts)
+
+
+def _run_loop(engine: RankEngine, count: int, new_tokens: int) -> None:
+    """All requests arrive at the first iteration; the loop ends when every rank is idle."""
+    sampling = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+    own = prompts(count, engine.config.spec.vocab_size, seed=engine.rank)
+    requests = [Request(1000 * engine.rank + index, prompt, sampling) for index, prompt in enumerate(own)]
+    loop, inbox = engine._loop, engine._loop._inbox
+    loop._inbox = ScriptedInbox({0: requests})
+    try:
+        loop.run()
+    finally:
+        loop._inbox = inbox
+    finished = engine.outbox._completions
+    lengths = {completion.num_completion_tokens for completion in finished}
+    assert len(finished) == count, f"{len(finished)} of {count} requests finished"
+    assert lengths == {new_tokens}, lengths
+    finished.clear()
+
+
+class _KeptInputs:
+    """Keeps the inputs of one decode step as its graph took them."""
+
+    def __init__(self, engine: RankEngine, at: int):
+        self._runner = engine.graphs.runners["decode"]
+        self._replay = self._runner.replay
+        self._left = at
+        self.entry: Any = None
+        self._runner.replay = self._keep  # type: ignore[method-assign]
+
+    def _keep(self, entry: Any, values: Any, num_due: int, on_host: Any = None) -> torch.Tensor:
+        self._left -= 1
+        if self._left == 0:
+            self.entry = entry
+            self.values = {name: tensor.clone() for name, tensor in values.items()}
+            self.on_host = {name: tensor.clone() for name, tensor in (on_host or values).items()}
+        return self._replay(entry, values, num_due, on_host)
+
+    def stop(self) -> None:
+        self._runner.replay = self._replay  # type: ignore[method-assign]
+        assert self.entry is not None, "no decode step replayed a graph"
+
+
+@torch.inference_mode()
+def _bare_ms(engine: RankEngine, kept: _KeptInputs) -> float:
+    """Milliseconds of a replay: on GPUs by events around all of them."""
+    runner, on_gpu = engine.graphs.runners["decode"], engine._device.type == "cuda"
+    runner._take(kept.entry, kept.values, kept.on_host)
+    graph = runner._graphs[kept.entry]
+    for _ in range(SETTLING_REPLAYS):
+        graph.replay()
+    if not on_gpu:
+        dist.barrier(group=engine._host_group)
+        seconds = []
+        for _ in range(REPLAYS):
+            started = time.perf_counter()
+            graph.replay()
+            seconds.append(time.perf_counter() - started)
+        return 1e3 * statistics.median(seconds)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    dist.barrier(group=engine._host_group)
+    begin.record()
+    for _ in range(REPLAYS):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / REPLAYS

@@ -39,6 +39,7 @@ class MoeExchange:
         self.layers: list[LocalExperts] = []
         self._geometry: StepGeometry | None = None
         self._num_valid_tokens: torch.Tensor | None = None
+        self._carries_token_T1: torch.Tensor | None = None
 
     def begin_step(self, geometry: StepGeometry, num_valid_tokens: torch.Tensor | None) -> None:
         """Set what every MoE layer of the coming step uses.
@@ -49,6 +50,7 @@ class MoeExchange:
         """
         self._geometry = geometry
         self._num_valid_tokens = num_valid_tokens
+        self._carries_token_T1 = None
 
     def geometry_for(self, num_tokens: int) -> StepGeometry:
         """The current geometry, checked against the tokens that a layer actually holds."""
@@ -66,8 +68,11 @@ class MoeExchange:
         """Expert ids in which padding rows are routed to no expert."""
         if self._num_valid_tokens is None:
             return expert_ids_TK
-        row_T1 = torch.arange(expert_ids_TK.shape[0], device=expert_ids_TK.device).unsqueeze(1)
-        return torch.where(row_T1 < self._num_valid_tokens, expert_ids_TK, INVALID_EXPERT_ID)
+        if self._carries_token_T1 is None:
+            # The same for all layers of a step, and small kernels are what a decode step is made of.
+            row_T1 = torch.arange(expert_ids_TK.shape[0], device=expert_ids_TK.device).unsqueeze(1)
+            self._carries_token_T1 = row_T1 < self._num_valid_tokens
+        return torch.where(self._carries_token_T1, expert_ids_TK, INVALID_EXPERT_ID)
 
     def gather_shared_batch(self, y_TH: torch.Tensor, geometry: StepGeometry) -> torch.Tensor:
         """Undo the scatter: from this rank's rows to all rows of the batch it shares. Collective over those ranks."""

@@ -1,0 +1,50 @@
+"""Which norms PyTorch's own stands in for: those that compute the same, of every family, and no other."""
+
+import pytest
+import torch
+from expert_pool.workers.fused_norms import fuse_norms
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss"]
+
+
+class OnePlusWeightRMSNorm(nn.Module):
+    """As Gemma has it: one is added to the weight."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((size,), 0.5, dtype=torch.bfloat16))
+        self.eps = 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.float()
+        return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (1 + self.weight.float())).bfloat16()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_norm_of_a_family_is_replaced_and_is_no_further_from_exact(family, random_models):
+    """Norm by norm: a whole model in bfloat16 routes a token elsewhere for any rounding."""
+    model = AutoModelForCausalLM.from_pretrained(random_models[family], dtype=torch.bfloat16).eval()
+    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
+    generator = torch.Generator().manual_seed(3)
+    rows, before, exact = [], [], []
+    for norm in norms:
+        norm.weight.data = 1 + 0.3 * torch.randn(norm.weight.shape, generator=generator).bfloat16()
+        rows.append(2 * torch.randn(50, norm.weight.shape[0], generator=generator).bfloat16())
+        before.append(norm(rows[-1]).double())
+        wide = rows[-1].double()
+        exact.append(wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.weight.double())
+    assert fuse_norms(model) == len(norms) > 0
+    for index, norm in enumerate(norms):
+        found = norm(rows[index]).double()
+        assert not torch.equal(found, rows[index].double())
+        assert (found - exact[index]).norm() <= 1.01 * (before[index] - exact[index]).norm()
+
+
+def test_a_norm_that_computes_otherwise_is_left_alone():
+    model = nn.Sequential(OnePlusWeightRMSNorm(32), nn.LayerNorm(32))
+    rows = torch.randn(4, 32).bfloat16()
+    expected = model[0](rows)
+    assert fuse_norms(model) == 0
+    assert torch.equal(model[0](rows), expected)

@@ -341,6 +341,7 @@ def main(families: tuple[str, ...], dispatch: str, attentions: tuple[str, ...], 
                 failed += [name for row in rows if row[-1] != "ok"]
                 for row in rows:
                     table.add_row(*row)
+                    click.echo("  " + "  ".join(row))
     Console(width=170).print(table)
     click.echo(
         f"rel: of all logits together, at most {RELATIVE_BOUND:g}; worst: of one position; same: most likely token, "

@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := cluster workers dispatch graphs tests benchmarks examples
+SOURCES := cluster workers dispatch graphs tests benchmarks examples ray_configs
 # The release that CPU results were made with; give another one, a CPU build say, as TORCH='torch==VERSION'.
 TORCH ?= torch==2.13.0
 export OMP_NUM_THREADS ?= 1

@@ -1,7 +1,9 @@
 """The command line's options for a pool, and the configuration they make; every limit has one, named like it."""
 
+import re
 from collections.abc import Callable
-from typing import Any, get_args
+from decimal import Decimal
+from typing import Any, ClassVar, get_args
 
 import click
 import msgspec
@@ -24,6 +26,23 @@ class _Integers(click.ParamType):
             return [int(part) for part in value.split(",")] if isinstance(value, str) else value
         except ValueError:
             self.fail(f"{value!r} is not a list like 1,2,4", param, ctx)
+
+
+class _Bytes(click.ParamType):
+    """A size: bytes, or a number with a unit."""
+
+    name = "bytes"
+    _UNITS: ClassVar = {"": 1, "B": 1, **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}} | {
+        f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)
+    }
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip())
+        if match is None or match[2] not in self._UNITS:
+            self.fail(f"{value!r} is not a size like 141GB, 139.8GiB or 150000000000", param, ctx)
+        return int(Decimal(match[1]) * self._UNITS[match[2]])
 
 
 def _limit_option(field: msgspec.structs.FieldInfo) -> Callable[..., Any]:
@@ -50,6 +69,12 @@ _OPTIONS = [
     click.option("--device", type=click.Choice(get_args(DeviceName)), help="What ranks compute on. Default cpu."),
     click.option("--threads", type=int, help="CPU threads of a rank."),
     click.option("--kv-cache-tokens", type=int, help="Tokens that a rank's KV cache holds."),
+    click.option(
+        "--gpu-memory",
+        type=_Bytes(),
+        metavar="SIZE",
+        help="What a rank's GPU has, like 141GB: a pool that cannot fit is refused.",
+    ),
     *(_limit_option(field) for field in msgspec.structs.fields(Limits)),
 ]
 
@@ -73,5 +98,8 @@ def pool_config(options: dict[str, Any]) -> PoolConfig:
     overrides["limits"] = {field.name: options.get(field.name) for field in msgspec.structs.fields(Limits)}
     overrides["cache"] = {"num_tokens": options.get("kv_cache_tokens")}
     overrides["worker"] = {"threads": options.get("threads"), "device": options.get("device")}
-    overrides["placement"] = {"timeout_s": options.get("placement_timeout")}
+    overrides["placement"] = {
+        "timeout_s": options.get("placement_timeout"),
+        "gpu_memory_bytes": options.get("gpu_memory"),
+    }
     return load_config(options["config_path"], overrides)

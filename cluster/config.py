@@ -27,12 +27,15 @@ class PlacementConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         cpus_per_rank: logical CPUs; unset: the rank's threads.
         gpus_per_rank: logical GPUs; 0 with worker.device `cuda` means 1.
+        gpu_memory_bytes: what the GPU of a rank has, on GPUs: a pool that cannot fit is refused before anything starts.
+            Unset: found out at start.
         timeout_s: how long to wait for a place for every rank; on an autoscaled cluster, for nodes to come.
         start_timeout_s: how long ranks may take to start, meet and load.
     """
 
     cpus_per_rank: float | None = None
     gpus_per_rank: float = 0
+    gpu_memory_bytes: int | None = None
     timeout_s: float = 600.0
     start_timeout_s: float = 1800.0
 
@@ -45,6 +48,8 @@ class PlacementConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("cpus_per_rank", "gpus_per_rank"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"placement.{name}={getattr(self, name)} is below 0")
+        if self.gpu_memory_bytes is not None and self.gpu_memory_bytes < 1:
+            raise ConfigError(f"placement.gpu_memory_bytes={self.gpu_memory_bytes} is below 1")
 
 
 class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

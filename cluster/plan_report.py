@@ -9,10 +9,7 @@ from rich.table import Table
 
 from ..dispatch.budget import (
     Bound,
-    ExchangeBudget,
-    RowFormat,
     capacity_bound,
-    exchange_rows,
     largest_forward,
     largest_step,
     needed_capacity,
@@ -21,31 +18,13 @@ from ..dispatch.budget import (
 from ..dispatch.capacity import CAPACITY_VARIABLE
 from ..dispatch.errors import CheckpointError, ConfigError
 from ..dispatch.limits import ALL_TO_ALL_KINDS, Limits, step_widths
-from ..dispatch.workspace import flashinfer_workspace_bytes
 from ..graphs.plan import CaptureEntry, plan_captures
 from ..workers.checkpoint import check_weights
-from ..workers.exchange_sizes import budget_for, pair_budget_for, row_formats
-from ..workers.graph_set import draft_cache, static_bytes
 from ..workers.inspection import inspect_model
-from ..workers.kv_sizing import least_blocks
 from ..workers.rank_config import RankConfig
 from .config import PoolConfig, configuration_problems, refuse_unbuilt, resolve_unchecked
-
-
-class PlannedBuffer(msgspec.Struct, frozen=True):
-    """Memory that one rank holds for the life of the pool, the same on every rank.
-
-    Attributes:
-        name: what it is.
-        rows: rows it holds; `None` where it is not made of rows.
-        num_bytes: what is allocated for it.
-        made_of: where the size comes from.
-    """
-
-    name: str
-    rows: int | None
-    num_bytes: int
-    made_of: str
+from .gpu_memory import MemoryNeed, memory_need, memory_problem
+from .planned_buffers import PlannedBuffer, planned_buffers
 
 
 class PlannedBound(msgspec.Struct, frozen=True):
@@ -75,6 +54,8 @@ class PlanReport(msgspec.Struct, frozen=True):
         bounds: of a step and of the dispatch.
         graphs: what the ranks would be asked to record.
         kv_cache_tokens: tokens that the KV cache holds; where it is measured at start, the most it may hold.
+        gpu_memory: what a rank needs of its GPU, as far as it is known, and what it has; `None` on CPUs.
+        gpu_memory_given: whether the configuration says what a GPU has.
         problems: why the pool would not start; empty when it would.
         refusals: what keeps `generate` from running this plan though the plan itself holds: weights that are missing, a
             mode that is not built yet.
@@ -85,6 +66,8 @@ class PlanReport(msgspec.Struct, frozen=True):
     bounds: tuple[PlannedBound, ...]
     graphs: tuple[PlannedGraphs, ...]
     kv_cache_tokens: int
+    gpu_memory: MemoryNeed | None
+    gpu_memory_given: bool
     problems: tuple[str, ...]
     refusals: tuple[str, ...]
 
@@ -109,97 +92,20 @@ def plan_pool(config: PoolConfig) -> PlanReport:
     rank_config = resolve_unchecked(config, spec)
     return PlanReport(
         config=rank_config,
-        buffers=_buffers(rank_config),
+        buffers=planned_buffers(rank_config),
         bounds=_bounds(rank_config, config.limits),
         graphs=_graphs(rank_config),
         kv_cache_tokens=(rank_config.num_blocks - 1) * rank_config.block_size,
-        problems=configuration_problems(rank_config),
+        gpu_memory=memory_need(config, rank_config),
+        gpu_memory_given=config.placement.gpu_memory_bytes is not None,
+        problems=(*configuration_problems(rank_config), *_memory_problems(config, rank_config)),
         refusals=_refusals(rank_config),
     )
 
 
-def _buffers(config: RankConfig) -> tuple[PlannedBuffer, ...]:
-    spec, ep_size = config.spec, config.layout.world_size
-    buffers = [
-        PlannedBuffer("dense weights", None, spec.dense_bytes, "in full on every rank"),
-        PlannedBuffer("experts", None, spec.expert_bytes // ep_size, f"{spec.expert_bytes:,} bytes / {ep_size} ranks"),
-        *_caches(config),
-    ]
-    graph_bytes = static_bytes(config)
-    if graph_bytes:
-        buffers.append(PlannedBuffer("graph inputs", None, graph_bytes, "static buffers that all buckets share"))
-    if config.dispatch == "measured":
-        bound = config.tuning.max_bytes
-        buffers.append(PlannedBuffer("dispatch: measured paths", None, bound, "at most, by tuning.max_bytes"))
-    elif config.dispatch == "mega":
-        buffers.append(_mega_staging(config, row_formats(spec)))
-    elif config.dispatch == "flashinfer" or (config.dispatch == "alltoall" and config.experts == "cutedsl"):
-        buffers.append(_flashinfer_workspace(config, row_formats(spec)))
-    elif config.dispatch != "local":
-        buffers += _exchange_buffers(config, budget_for(config))
-    return (*buffers, *_pair_buffers(config))
-
-
-def _pair_buffers(config: RankConfig) -> list[PlannedBuffer]:
-    """Of CuTe DSL experts: every row that can reach a rank, with every expert that it can have there."""
-    budget = pair_budget_for(config)
-    if budget is None:
-        return []
-    made_of = f"{_rows_of(config, config.capacity)}, with every expert that a row can have there"
-    sizes = (
-        ("routing", budget.routing_bytes),
-        ("hidden", budget.hidden_bytes),
-        ("outputs", budget.output_bytes),
-    )
-    return [PlannedBuffer(f"experts: {name}", budget.num_pairs, num, made_of) for name, num in sizes]
-
-
-def _caches(config: RankConfig) -> list[PlannedBuffer]:
-    """The KV caches; those that are measured on GPUs at their least, one full context, and so not in rows."""
-    spec, measured = config.spec, config.gpu_memory_utilization is not None
-    num_blocks = least_blocks(config) if measured else config.num_blocks
-    slots = num_blocks * config.block_size
-    made_of = f"{num_blocks - 1} blocks of {config.block_size} tokens, and one for padding; "
-    if measured:
-        made_of = (
-            f"at least one full context; measured at start, up to {config.num_blocks - 1} blocks of "
-            f"{config.block_size} tokens within cache.gpu_memory_utilization={config.gpu_memory_utilization:g}; "
-        )
-    made_of += f"{spec.kv_bytes_per_token:,} bytes a token"
-    rows = None if measured else slots
-    caches = [PlannedBuffer("KV cache", rows, slots * spec.kv_bytes_per_token, made_of)]
-    draft_width = sum(shape.width for shape in draft_cache(config))
-    if draft_width:
-        num_bytes = slots * draft_width * spec.dtype_bytes
-        caches.append(PlannedBuffer("draft KV cache", rows, num_bytes, "of the draft layers, same blocks"))
-    return caches
-
-
-def _exchange_buffers(config: RankConfig, budget: ExchangeBudget) -> list[PlannedBuffer]:
-    rows, made_of = exchange_rows(config.layout, budget.capacity), _rows_of(config, budget.capacity)
-    sizes = (("send", budget.send_bytes), ("receive", budget.receive_bytes), ("combine", budget.combine_bytes))
-    return [PlannedBuffer(f"dispatch: {name}", rows, num_bytes, made_of) for name, num_bytes in sizes]
-
-
-def _flashinfer_workspace(config: RankConfig, formats: list[RowFormat]) -> PlannedBuffer:
-    ep_size = config.layout.world_size
-    return PlannedBuffer(
-        "dispatch: FlashInfer workspace",
-        exchange_rows(config.layout, config.capacity),
-        flashinfer_workspace_bytes(ep_size, config.capacity, formats),
-        _rows_of(config, config.capacity),
-    )
-
-
-def _mega_staging(config: RankConfig, formats: list[RowFormat]) -> PlannedBuffer:
-    """What is known before the kernel is compiled: rows in and out, expert ids (int64) and weights (float32)."""
-    row_bytes = max(2 * row_format.hidden_bytes + 12 * row_format.top_k for row_format in formats)
-    made_of = "rows in and out; the compiled kernel adds its own workspace"
-    return PlannedBuffer("dispatch: mega kernel", config.capacity, config.capacity * row_bytes, made_of)
-
-
-def _rows_of(config: RankConfig, capacity: int) -> str:
-    return f"ep_size {config.layout.world_size} x capacity {capacity}"
+def _memory_problems(config: PoolConfig, rank_config: RankConfig) -> tuple[str, ...]:
+    problem = memory_problem(config, rank_config)
+    return () if problem is None else (problem,)
 
 
 def _bounds(config: RankConfig, given: Limits) -> tuple[PlannedBound, ...]:
@@ -265,12 +171,16 @@ def print_plan(report: PlanReport, console: Console) -> None:
         f"dispatch {config.dispatch}; experts {config.experts}{role}",
     )
     console.print(_buffer_table(report))
+    if report.gpu_memory is not None:
+        _print_memory(report.gpu_memory, console)
     _say(console, "bounds, and what decided them:")
     for bound in report.bounds:
         _say(console, f"  {bound.name}: {bound.value:,} {bound.unit}, by {bound.term}")
     _print_graphs(report, console)
     if config.dispatch not in ALL_TO_ALL_KINDS and config.limits.max_dispatch_tokens_per_rank is not None:
         _say(console, f"limits.max_dispatch_tokens_per_rank rests: dispatch {config.dispatch} is not an all-to-all")
+    if report.gpu_memory is None and report.gpu_memory_given:
+        _say(console, f"placement.gpu_memory_bytes rests: worker.device is {config.worker.device}")
     for refusal in report.refusals:
         _say(console, f"generate would refuse: {refusal}", style="yellow")
     for problem in report.problems:
@@ -288,6 +198,19 @@ def _buffer_table(report: PlanReport) -> Table:
         table.add_row(buffer.name, rows, f"{buffer.num_bytes:,}", buffer.made_of)
     table.add_row("total", "", f"{report.total_bytes:,}", f"{report.total_bytes / 2**30:.2f} GiB", style="bold")
     return table
+
+
+def _print_memory(need: MemoryNeed, console: Console) -> None:
+    _say(console, f"GPU memory: {need}; CUDA and communication come on top")
+    if need.available is None:
+        _say(console, "  whether it fits is not known: say what a GPU has, placement.gpu_memory_bytes or --gpu-memory")
+    elif need.fits:
+        share = f" and cache.gpu_memory_utilization={need.utilization:g}" if need.utilization < 1 else ""
+        _say(
+            console,
+            f"  fits: {need.available - need.needed:,} of {need.available:,} bytes are left, "
+            f"by placement.gpu_memory_bytes={need.gpu_memory:,}{share}",
+        )
 
 
 def _print_graphs(report: PlanReport, console: Console) -> None:

@@ -191,11 +191,13 @@ def validate(config: PoolConfig) -> RankConfig:
     # PyTorch and Transformers take seconds to import; `--help` and a typo in a config should not wait for them.
     from ..workers.checkpoint import check_weights
     from ..workers.inspection import inspect_model
+    from .gpu_memory import check_memory
 
     # Ranks run in other working directories, so a relative folder is made absolute where it was written.
     spec = inspect_model(os.path.abspath(os.path.expanduser(config.model)), config.dtype)
     refuse_unbuilt(config.limits, config.experts, config.worker.device)
     rank_config = resolve(config, spec)
+    check_memory(config, rank_config)
     if config.weights == "checkpoint":
         check_weights(spec)
     return rank_config

@@ -60,7 +60,8 @@ def test_the_readme_example_prints_what_the_readme_shows():
 def test_the_readme_shows_what_plan_prints(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setenv("COLUMNS", "80")
-    [command] = re.findall(r"^expert-pool (plan .*)$", text_of("README.md"), re.MULTILINE)
+    command, refused = re.findall(r"^expert-pool (plan .*)$", text_of("README.md"), re.MULTILINE)
+    assert CliRunner().invoke(main, refused.split()).exit_code == 2
     result = CliRunner().invoke(main, command.split())
     assert result.exit_code == 0, result.output
     printed = result.output.splitlines()

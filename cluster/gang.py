@@ -26,9 +26,9 @@ from .placement import Placement
 
 logger = logging.getLogger(__name__)
 
-_GRACE_S = 2.0
+_GRACE_S = 1.5
 _ALIKE_S = 1.0
-_TELL_S = 2.0
+_TELL_S = 0.7
 
 Calls = Mapping[int, "asyncio.Task[Any]"]
 

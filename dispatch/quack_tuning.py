@@ -1,4 +1,4 @@
-"""Which tile a grouped GEMM takes for how many rows: candidates, measurement on rank 0, one choice for all ranks.
+"""Which tile a grouped GEMM takes for how many rows: candidates, measurement, rank 0's choice for all ranks.
 
 QuACK's own tuner tries some forty tiles a shape and takes 8 to 30 s for it. These few are chosen for what differs here:
 with few rows an expert (decode) a GEMM streams weights, wants small tiles and single blocks; with many (prefill) it
@@ -115,18 +115,22 @@ def _milliseconds(tile: GemmTile, launch: Callable[[GemmTile], None]) -> float:
 def agree_on(group: dist.ProcessGroup | None, tune: Callable[[], TileTable]) -> TileTable:
     """What rank 0 finds, on every rank; collective over `group`.
 
+    All ranks tune, though only one is heeded: they would wait for it otherwise, as long as for a step at most, and have
+    to compile what it chooses anyway.
+
     Raises:
-        ConfigError: on every rank alike, when rank 0 found nothing.
+        ConfigError: on every rank alike, when some rank found nothing.
     """
     if group is None or dist.get_world_size(group) == 1:
         return tune()
-    found: list[TileTable | str | None] = [None]
-    if dist.get_rank(group) == 0:
-        try:
-            found[0] = tune()
-        except Exception as error:
-            found[0] = f"{type(error).__name__}: {error}"
-    dist.broadcast_object_list(found, group_src=0, group=group)
-    if not isinstance(found[0], TileTable):
-        raise ConfigError(f"tuning on rank 0 failed: {found[0]}")
+    own: TileTable | str
+    try:
+        own = tune()
+    except Exception as error:
+        own = f"{type(error).__name__}: {error}"
+    found: list[TileTable | str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    failed = [f"rank {rank}: {problem}" for rank, problem in enumerate(found) if not isinstance(problem, TileTable)]
+    if failed or not isinstance(found[0], TileTable):
+        raise ConfigError(f"tuning failed on {'; '.join(failed)}")
     return found[0]

@@ -61,7 +61,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         overlap: whether a rank schedules, agrees on and packs a step while the one before it runs, at the price of a
             token computed in vain where a request ends at an end of sequence. Unset: on GPUs only, where it hides the
             host's work; a CPU would wait for itself.
-        step_timeout_s: the longest that ranks wait for each other inside a step before the pool is given up.
+        step_timeout_s: how long after a rank stops taking part the pool is given up at the latest.
         environment: variables that every rank gets, over those of the launching process; see `cluster.environment`.
     """
 
@@ -76,6 +76,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def overlaps(self) -> bool:
         return self.device == "cuda" if self.overlap is None else self.overlap
+
+    @property
+    def peer_wait_s(self) -> float:
+        """How long a rank waits for another before it raises: the driver needs up to 4 s of `step_timeout_s` to find
+        out which rank is missing, tell the others and report it."""
+        return max(self.step_timeout_s - 4.0, self.step_timeout_s / 2)
 
     @property
     def device_timeout_s(self) -> float:

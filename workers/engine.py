@@ -165,7 +165,7 @@ class RankEngine:
             self.outbox,
             self._sharing_group,
             config.worker.overlaps,
-            config.worker.step_timeout_s,
+            config.worker.peer_wait_s,
         )
         return LoadReport(
             rank=self.rank,
@@ -187,11 +187,11 @@ class RankEngine:
         it fail too. It closes none itself: NCCL's shutdown would wait for those ranks.
         """
         self.inbox.stay()
-        run_watched(self._loop, self.config.worker.step_timeout_s)
+        run_watched(self._loop, self.config.worker.peer_wait_s)
 
     @property
     def _timeout(self) -> timedelta:
-        return timedelta(seconds=self.config.worker.step_timeout_s)
+        return timedelta(seconds=self.config.worker.peer_wait_s)
 
     @property
     def _step_group_timeout(self) -> timedelta:

@@ -42,7 +42,7 @@ class SampledTokens:
         deadline = time.monotonic() + timeout_s
         while self._copied is not None and not self._copied.query():
             if time.monotonic() > deadline:
-                raise RankError(f"a step on this rank's GPU timed out after worker.step_timeout_s={timeout_s:g}")
+                raise RankError(f"a step on this rank's GPU timed out after {timeout_s:g} s (worker.step_timeout_s)")
             time.sleep(_POLL_S)
         return self._tokens_N.tolist()
 

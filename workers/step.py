@@ -43,11 +43,11 @@ class StepLoop:
         outbox: where completions go; read at the leader.
         sharing_group: a Gloo group of the ranks that share this rank's batch; `None` when it shares it with none.
         overlap: whether a step is launched before the one before it has come back; equal on every rank.
-        step_timeout_s: how long a launched step may take.
+        peer_wait_s: how long a launched step may take.
 
     Attributes:
         stage_began: `time.monotonic()` when the present stage of an iteration began (all up to the agreement, the
-            launch, the wait); `None` outside iterations. No stage outlasts `step_timeout_s`, unless a call hangs.
+            launch, the wait); `None` outside iterations. No stage outlasts `peer_wait_s`, unless a call hangs.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class StepLoop:
         outbox: Outbox,
         sharing_group: dist.ProcessGroup | None,
         overlap: bool,
-        step_timeout_s: float,
+        peer_wait_s: float,
     ):
         self._dp_rank = layout.dp_rank(rank)
         self._leader = layout.leader(self._dp_rank)
@@ -75,7 +75,7 @@ class StepLoop:
         self._outbox = outbox
         self._sharing_group = sharing_group
         self._overlap = overlap
-        self._step_timeout_s = step_timeout_s
+        self._peer_wait_s = peer_wait_s
         self._under_way: _Launched | None = None
         self._stats = RankStats(self._dp_rank)
         self._step = 0
@@ -138,7 +138,7 @@ class StepLoop:
             self._add(decode_seconds=time.perf_counter() - started)
 
     def _finish(self, launched: _Launched) -> None:
-        tokens = launched.tokens.wait(self._step_timeout_s)
+        tokens = launched.tokens.wait(self._peer_wait_s)
         due = [piece.sequence for piece in launched.batch.slices if piece.reaches_end]
         results = [_result(token, sequence) for token, sequence in zip(tokens, due, strict=True)]
         self._add(generated_tokens=sum(not sequence.is_over for sequence in due))

@@ -12,10 +12,10 @@ from .step import StepLoop
 
 _LOOK_S = 0.5
 # The deadlines inside a stage are the same, and say more.
-_GRACE_S = 2.0
+_GRACE_S = 1.0
 
 
-def run_watched(loop: StepLoop, step_timeout_s: float) -> None:
+def run_watched(loop: StepLoop, peer_wait_s: float) -> None:
     """Run the loop; returns when it does, and raises what it raises.
 
     Raises:
@@ -35,9 +35,9 @@ def run_watched(loop: StepLoop, step_timeout_s: float) -> None:
     while thread.is_alive():
         thread.join(_LOOK_S)
         began = loop.stage_began
-        if thread.is_alive() and began is not None and time.monotonic() - began > step_timeout_s + _GRACE_S:
+        if thread.is_alive() and began is not None and time.monotonic() - began > peer_wait_s + _GRACE_S:
             raise RankError(
-                f"a step timed out: a call on this rank has not returned for worker.step_timeout_s={step_timeout_s:g}"
+                f"a step timed out: a call on this rank has not returned for {peer_wait_s:g} s (worker.step_timeout_s)"
             )
     if raised:
         raise raised[0]

@@ -206,7 +206,7 @@ def check_loss(pool: ExpertPool, dispatch: str, how: signal.Signals, faulty: int
     """A rank is sent the signal in the middle of replays; the pool then ends, and names it."""
     places = pool.status().places
     processes = [psutil.Process(place.pid) for place in places]
-    allowed = NOTICED_WITHIN_S + (step_timeout_s if how == signal.SIGSTOP else 0)
+    allowed = step_timeout_s if how == signal.SIGSTOP else NOTICED_WITHIN_S
     with check(f"{dispatch}: {how.name} of rank {faulty} is reported") as remarks:
         lengths = [SamplingParams(max_new_tokens=1)] + [SamplingParams(max_new_tokens=1000, ignore_eos=True)] * 15
         stream = pool.generate([[5, 17]] * 16, lengths)

@@ -74,11 +74,8 @@ class FlashInferDispatcher:
             options = NVLinkOneSidedConfig(timeout_sec=max(1, int(peer_timeout_s)))
             link = create_communication(bootstrap, params, options)
             self._links[row_format.hidden_size, row_format.top_k] = link
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of this rank's part of the workspaces."""
-        return sum(link.workspace[self._rank].nbytes for link in self._links.values())
+        # Of this rank's part of the workspaces; read in every step.
+        self.num_bytes = sum(link.workspace[rank].nbytes for link in self._links.values())
 
     def close(self) -> None:
         """Give the workspaces back; collective over all ranks."""

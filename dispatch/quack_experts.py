@@ -63,13 +63,13 @@ class QuackExperts:
         self._layers: dict[int, _Layer] = {}
         self._tables: dict[tuple[ExpertShape, int], TileTable] = {}
         self._compiled: set[tuple[ExpertShape, int, int]] = set()
+        self.tuning = ""
 
     @property
     def num_bytes(self) -> int:
         return self._buffers.num_bytes
 
-    @property
-    def tuning(self) -> str:
+    def _describe_tiles(self) -> str:
         """Tiles of both GEMMs by the rows up to which they hold, for each shape of layer."""
         tables = sorted(self._tables.items(), key=lambda item: str(item[0]))
         return "; ".join(
@@ -100,6 +100,7 @@ class QuackExperts:
                 # A first run compiles on the ranks that tuned nothing.
                 self._on_random_rows(layer, num_rows, self._tables[key].tiles_for(num_rows))
         torch.cuda.synchronize(self._device)
+        self.tuning = self._describe_tiles()  # read in every step
 
     def run(self, experts: LocalExperts, dispatched: Dispatched) -> torch.Tensor:
         """See `ExpertBackend.run`.

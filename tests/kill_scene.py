@@ -118,7 +118,11 @@ class Scene:
         return answered
 
     def survives(self, fault: Callable[["Scene"], None], restarts: int = 1) -> tuple[float, float]:
-        """The fault, which is armed first, happens under load, and every answer is as expected; returns seconds to detection and recovery."""
+        """The fault, which is armed first, happens under load, and every answer is as expected.
+
+        Returns:
+            Seconds from the fault until it was known, and until the pool served again.
+        """
         self.lines.clear()
         stamp = self.stamps / "stamp"
         stamp.unlink(missing_ok=True)

@@ -19,13 +19,12 @@ from expert_pool.cluster import (
     GeometryError,
     PlacementConfig,
     PlacementError,
-    PoolConfig,
     RankError,
     RecoveryConfig,
     SamplingParams,
 )
 from expert_pool.cluster.recovery import Restarts
-from kill_scene import FAULTS, Scene, config_of, kill_in_decode, on_rank, rank_processes
+from kill_scene import FAULTS, Scene, config_of, on_rank, rank_processes
 from rank_faults import ends_at_step, inject, other_expert_backend
 from ray.util.placement_group import placement_group_table
 
@@ -97,7 +96,7 @@ def test_a_pool_grows_and_shrinks_under_load(session, random_models, tmp_path):
 
 
 def test_more_ranks_than_there_are_places_leave_the_pool_as_it_is(session, random_models):
-    placement = PlacementConfig(timeout_s=1.0)
+    placement = PlacementConfig(cpus_per_rank=2, timeout_s=1.0)
     with ExpertPool.launch(config_of(random_models["qwen3_moe"], 1, placement=placement)) as pool:
         process = pool.status().places[0].pid
         with pytest.raises(PlacementError, match=r"no place .* within placement.timeout_s=1: 0 of 7 bundles placed"):
@@ -107,22 +106,29 @@ def test_more_ranks_than_there_are_places_leave_the_pool_as_it_is(session, rando
         assert len(list(pool.generate([[5]], SamplingParams(max_new_tokens=2)))) == 1
 
 
-def test_a_rank_that_dies_again_and_again_ends_the_pool_with_what_happened_each_time(session, random_models, tmp_path):
-    lines: list[str] = []
-    recovery = RecoveryConfig(max_restarts=1, backoff_s=0)
-    with ExpertPool.launch(config_of(random_models["qwen3_moe"], 1, recovery=recovery), report=lines.append) as pool:
+def test_a_rank_that_fails_again_and_again_ends_the_pool_with_what_happened_each_time(session, random_models, tmp_path):
+    def on_line(line: str) -> None:
+        if line.startswith("ready"):
+            ready.append(line)
+        if line.startswith("ready") and len(ready) > 1:
+            end_it()
 
-        def end_it() -> None:
-            on_rank(pool, 0, inject, ends_at_step, "DECODE", 1, "raising", str(tmp_path / "stamp"))
+    def end_it() -> None:
+        on_rank(pool, 0, inject, ends_at_step, "DECODE", 1, "raising", str(tmp_path / "stamp"))
 
-        sampling = SamplingParams(max_new_tokens=400, ignore_eos=True)
-        completions = pool.generate([[5, 17]] * 2, sampling)
+    ready: list[str] = []
+    config = config_of(random_models["qwen3_moe"], 1, recovery=RecoveryConfig(max_restarts=1, backoff_s=0))
+    with ExpertPool.launch(config, report=on_line) as pool:
         end_it()
         with pytest.raises(RankError) as raised:
-            for _ in completions:
-                end_it()
-        assert "rank 0 failed while running: RuntimeError: injected failure" in str(raised.value)
-        assert pool.status().state == "failed"
+            list(pool.generate([[5, 17]] * 2, SamplingParams(max_new_tokens=400, ignore_eos=True)))
+        message, cause = str(raised.value), "rank 0 failed while running: RuntimeError: injected failure"
+        assert message.startswith(f"{cause}. The pool was restarted 1 times within recovery.window_s=3600 ")
+        assert message.endswith(f"s ago, after: {cause}")
+        status = pool.status()
+        assert (status.state, status.restarts, status.last_failure) == ("failed", 1, cause)
+        with pytest.raises(RankError, match="injected failure"):
+            list(pool.generate([[5]]))
     assert nothing_is_left()
 
 
@@ -135,3 +141,25 @@ def test_ranks_that_disagree_are_not_started_again(session, random_models):
         status = pool.status()
         assert (status.state, status.restarts) == ("failed", 0)
     assert nothing_is_left()
+
+
+def test_pauses_double_up_to_their_bound_and_old_restarts_no_longer_count():
+    restarts = Restarts(RecoveryConfig(max_restarts=3, window_s=100, backoff_s=1.5, max_backoff_s=5))
+    error = RankError("rank 1 died")
+    assert [restarts.decide(error, now_s).delay_s for now_s in (0.0, 50.0, 90.0)] == [1.5, 3.0, 5.0]
+    with pytest.raises(RankError, match=r"rank 1 died. The pool was restarted 3 times .* 99 s ago, after: rank 1 died"):
+        restarts.decide(error, 99.0)
+    again = restarts.decide(error, 101.0)
+    assert (again.number, again.delay_s, restarts.total) == (3, 5.0, 4)
+    assert restarts.announce(again) == "rank 1 died; restarting in 5 s (3 of 3)"
+
+
+@pytest.mark.parametrize("error", [GeometryError("ranks disagree"), ConfigError("no"), PlacementError("nowhere")])
+def test_what_would_fail_the_same_way_again_is_not_tried_again(error):
+    with pytest.raises(type(error), match=str(error)):
+        Restarts(RecoveryConfig()).decide(error, 0.0)
+
+
+def test_without_restarts_the_first_failure_is_the_last():
+    with pytest.raises(RankError, match=r"^rank 1 died$"):
+        Restarts(RecoveryConfig(max_restarts=0)).decide(RankError("rank 1 died"), 0.0)

@@ -6,6 +6,7 @@ from ..workers.config import CacheConfig, WorkerConfig
 from ..workers.request import RankStats, SamplingParams
 from .config import PlacementConfig, PoolConfig, load_config
 from .pool import ExpertPool, PoolCompletion
+from .recovery import RecoveryConfig
 
 __all__ = [
     "CacheConfig",
@@ -21,6 +22,7 @@ __all__ = [
     "PoolConfig",
     "RankError",
     "RankStats",
+    "RecoveryConfig",
     "SamplingParams",
     "WorkerConfig",
     "load_config",

@@ -2,6 +2,7 @@
 
 import difflib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -19,6 +20,7 @@ from ..dispatch.tuning import Tuning
 from ..workers.config import MAX_SECONDS, CacheConfig, DeviceName, DTypeName, WeightsName, WorkerConfig
 from ..workers.model_spec import ModelSpec
 from ..workers.rank_config import RankConfig
+from .recovery import RecoveryConfig
 
 
 class PlacementConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -58,6 +60,9 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         model: a folder in Hugging Face format, at the same path on every node.
         ranks: how many ranks; `dp_size * attn_tp_size`. Every layer's experts are divided over all of them.
+        min_ranks: the fewest that `resize` may make of them, and the fewest to go on with where a node does not come
+            back; unset: any number for `resize`, and recovery waits for all.
+        max_ranks: the most that `resize` may make of them; unset: any number.
         attn_tp_size: ranks that share one batch; `ranks / attn_tp_size` batches run side by side.
         dtype: of weights and computation; unset: the checkpoint's.
         weights: `checkpoint`, or `random` to measure a pool with nothing but the model's `config.json`.
@@ -74,10 +79,13 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         cache: size of the KV cache.
         worker: how a rank computes.
         placement: what ranks ask of the cluster.
+        recovery: how often the ranks are started anew after a failure.
     """
 
     model: str
     ranks: int = 1
+    min_ranks: int | None = None
+    max_ranks: int | None = None
     attn_tp_size: int = 1
     dtype: DTypeName | None = None
     weights: WeightsName = "checkpoint"
@@ -90,6 +98,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     worker: WorkerConfig = WorkerConfig()
     placement: PlacementConfig = PlacementConfig()
     tuning: Tuning = Tuning()
+    recovery: RecoveryConfig = RecoveryConfig()
 
     @property
     def layout(self) -> Layout:
@@ -158,7 +167,7 @@ def refuse_unknown_keys(settings: dict[str, Any], kind: Any, source: str, prefix
             refuse_unknown_keys(value, section, source, f"{prefix}{key}.")
 
 
-def resolve(config: PoolConfig, spec: ModelSpec) -> RankConfig:
+def resolve(config: PoolConfig, spec: ModelSpec, environment: Mapping[str, str] = os.environ) -> RankConfig:
     """Settle every default that depends on the model or the environment, and refuse what cannot work.
 
     Called once, on the driver's side: ranks get the result and look nothing up, so none can differ.
@@ -167,17 +176,25 @@ def resolve(config: PoolConfig, spec: ModelSpec) -> RankConfig:
         ConfigError: experts that cannot be divided over the ranks, or a step that could exceed a buffer; names every
             such problem.
     """
-    rank_config = resolve_unchecked(config, spec)
+    _refuse_bounds(config)
+    rank_config = resolve_unchecked(config, spec, environment)
     problems = configuration_problems(rank_config)
     if problems:
         raise ConfigError("; ".join(problems))
     return rank_config
 
 
-def resolve_unchecked(config: PoolConfig, spec: ModelSpec) -> RankConfig:
+def _refuse_bounds(config: PoolConfig) -> None:
+    if config.min_ranks is not None and not 1 <= config.min_ranks <= config.ranks:
+        raise ConfigError(f"min_ranks={config.min_ranks} is not between 1 and ranks={config.ranks}: set it so")
+    if config.max_ranks is not None and config.max_ranks < config.ranks:
+        raise ConfigError(f"max_ranks={config.max_ranks} is below ranks={config.ranks}: set it to that or more")
+
+
+def resolve_unchecked(config: PoolConfig, spec: ModelSpec, environment: Mapping[str, str] = os.environ) -> RankConfig:
     """As `resolve`, for configurations that may not work: `plan` shows those too."""
     layout = config.layout
-    limits = with_environment(config.limits)
+    limits = with_environment(config.limits, environment)
     dispatch = resolve_dispatch(config.dispatch, layout, config.worker.device)
     experts: ExpertsKind = "torch" if config.experts == "auto" else config.experts
     block_size = config.cache.block_size
@@ -298,13 +315,13 @@ def refuse_unbuilt(limits: Limits, experts: ExpertsKind = "auto", device: Device
         )
 
 
-def with_environment(limits: Limits) -> Limits:
+def with_environment(limits: Limits, environment: Mapping[str, str]) -> Limits:
     """The limits with what the environment sets where they leave it open; an explicit setting wins.
 
     Raises:
         ConfigError: a value that is not an integer of 1 or more.
     """
-    given = os.environ.get(CAPACITY_VARIABLE)
+    given = environment.get(CAPACITY_VARIABLE)
     if limits.max_dispatch_tokens_per_rank is not None or given is None:
         return limits
     try:

@@ -2,53 +2,48 @@
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any
 
 import msgspec
 from ray.exceptions import RayActorError
 
-from ..dispatch.errors import ExpertPoolError, RankError
-from ..graphs.plan import CapturePlan, plan_captures
+from ..dispatch.errors import ExpertPoolError, PlacementError, RankError
 from ..graphs.report import GraphReport
 from ..workers.mailbox import Intake
 from ..workers.rank import RankPlace
 from ..workers.rank_config import LoadReport, RankConfig
-from ..workers.request import Completion, RankStats, Request, SamplingParams
-from .capture import CaptureOutcome, capture_in_lockstep
-from .config import PlacementConfig
+from ..workers.request import RankStats
+from .capture import CaptureOutcome
+from .config import PoolConfig
 from .driver_state import DriverState, may_follow
+from .fleet import Fleet
 from .gang import Gang
-from .placement import Placement
+from .ledger import Ledger, PoolEvent, Prompt
+from .recovery import Restarts
+from .resizing import resized
 from .router import Router
 
 logger = logging.getLogger(__name__)
 
-_SERVING = (DriverState.READY, DriverState.CAPTURING)
+_ACCEPTING = (DriverState.READY, DriverState.RECOVERING, DriverState.RESIZING)
+_DELIVERING = (DriverState.READY, DriverState.CAPTURING)
+_REBUILDING = (DriverState.RECOVERING, DriverState.RESIZING)
 _STOP_S = 10.0
 _STATUS_S = 5.0
 
 
-class Prompt(msgspec.Struct, frozen=True):
-    """A request before the driver has given it a key."""
-
-    token_ids: tuple[int, ...]
-    sampling: SamplingParams
-
-
-class PoolEvent(msgspec.Struct, frozen=True):
-    """What a caller of `generate` receives: requests that finished (with their index), and how one rank stands."""
-
-    finished: tuple[tuple[int, Completion], ...]
-    stats: RankStats
-
-
 class PoolStatus(msgspec.Struct, frozen=True):
-    """The pool as the driver sees it; graphs are of the ranks that answered in time, seconds of the last capture."""
+    """The pool as the driver sees it; graphs are of the ranks that answered in time, seconds of the last capture.
+
+    Attributes:
+        notice: the latest line about a recovery or another size; `None` where there was none.
+        restarts: how often the ranks were started anew after a failure.
+        last_failure: what the latest of those failures was.
+        unfinished: requests that somebody waits for.
+    """
 
     state: str
     failure: str | None
@@ -57,50 +52,42 @@ class PoolStatus(msgspec.Struct, frozen=True):
     stats: tuple[RankStats, ...]
     graphs: tuple[GraphReport, ...]
     capture_seconds: float
-
-
-@dataclass(eq=False)
-class _Stream:
-    """One call of `generate` under way."""
-
-    index_of: dict[int, int] = field(default_factory=dict)
-    events: "asyncio.Queue[PoolEvent | ExpertPoolError]" = field(default_factory=asyncio.Queue)
+    notice: str | None
+    restarts: int
+    last_failure: str | None
+    unfinished: int
 
 
 class Driver:
     """One pool. An asyncio actor: calls interleave, and none blocks another.
 
     Args:
-        config: what every rank is built from.
-        bundle: resources of one rank.
-        placement: how long to wait for places and for the start.
+        config: what every rank is built from at first.
+        pool: what the user wrote: bounds of sizes, places, recovery.
         environment: variables that every rank gets; see `cluster.environment`.
     """
 
-    def __init__(
-        self,
-        config: RankConfig,
-        bundle: dict[str, float],
-        placement: PlacementConfig,
-        environment: Mapping[str, str],
-    ):
-        self._config = config
-        self._placement = Placement(config.layout.world_size, bundle, placement.timeout_s)
+    def __init__(self, config: RankConfig, pool: PoolConfig, environment: Mapping[str, str]):
+        self._fleet = Fleet(config, pool, environment)
+        self._pool = pool
         self._state = DriverState.CREATED
         self._failure: ExpertPoolError | None = None
-        self._gang = Gang(config, bundle, placement.start_timeout_s, environment)
-        self._loads: tuple[LoadReport, ...] = ()
+        self._notice: str | None = None
+        self._ledger = Ledger(self._new_router())
+        self._restarts = Restarts(pool.recovery)
         self._stats: dict[int, RankStats] = {}
-        self._router = Router(config.layout.dp_size, window=2 * config.limits.max_running_requests)
-        self._graphs = CaptureOutcome(CapturePlan(()), ())
-        self._capture_seconds = 0.0
-        self._streams: dict[int, _Stream] = {}
-        self._open_streams: set[_Stream] = set()
-        self._keys = itertools.count()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._is_resizing = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._collectors: list[asyncio.Task[None]] = []
+
+    @property
+    def _gang(self) -> Gang:
+        return self._fleet.gang
 
     async def start(self) -> AsyncIterator[str]:
         """Place, start and load all ranks; yields a line about each stage.
+
+        A rank whose process ends meanwhile is a failure that the pool recovers from; one that raises is not.
 
         Raises:
             PlacementError: no place for all ranks in time.
@@ -108,33 +95,18 @@ class Driver:
         """
         try:
             self._enter(DriverState.PLACING)
-            yield f"placing {self._config.layout.world_size} ranks"
-            async for facts in self._placement.acquire():
+            yield f"placing {self._fleet.config.layout.world_size} ranks"
+            async for facts in self._fleet.acquire():
                 yield facts
-            self._enter(DriverState.STARTING)
-            yield "starting ranks"
-            await self._gang.start(self._placement)
-            if self._config.worker.device == "cuda":
-                self._enter(DriverState.PREPARING)
-                async for line in self._gang.prepare_kernels():
+            try:
+                async for line in self._build():
                     yield line
-            self._enter(DriverState.LOADING)
-            yield f"loading {self._config.spec.path} on {len({place.node_id for place in self._gang.places})} node(s)"
-            self._loads = tuple(await self._gang.call("load"))
-            for line in self._loads[0].experts:
-                yield line
-            self._enter(DriverState.CAPTURING)
-            self._graphs = await self._capture()
-            for drop in self._graphs.dropped:
-                yield str(drop)
-            self._begin_running()
-            self._enter(DriverState.READY)
-            self._begin_collecting()
-            yield (
-                f"ready: loaded in {max(report.load_seconds for report in self._loads):.1f} s, "
-                f"{len(self._graphs.plan.entries)} graphs on every rank, recorded in {self._capture_seconds:.1f} s, "
-                f"KV cache of {self._loads[0].kv_cache_tokens:,} tokens a batch"
-            )
+            except RankError as error:
+                if not self._gang.has_lost_a_process:
+                    raise
+                self._enter(DriverState.RECOVERING)
+                async for line in self._rebuild_after(error):
+                    yield line
         except BaseException as error:
             await self._fail(error if isinstance(error, ExpertPoolError) else RankError(f"start-up failed: {error}"))
             raise (self._failure or error) from None
@@ -142,28 +114,27 @@ class Driver:
     async def generate(self, prompts: list[Prompt]) -> AsyncIterator[PoolEvent]:
         """Run the prompts; yields events as requests finish, and at least every second while ranks are busy.
 
+        While the pool recovers or changes its size, requests wait and then go on from the tokens they have.
+
         Raises:
-            RankError: a rank failed; requests that had finished were yielded before.
+            RankError: the pool failed for good; requests that had finished were yielded before.
         """
-        self._require_ready()
-        stream = _Stream()
-        self._open_streams.add(stream)
-        for index, prompt in enumerate(prompts):
-            key = next(self._keys)
-            stream.index_of[key] = index
-            self._streams[key] = stream
-            self._router.add(Request(key=key, prompt_token_ids=prompt.token_ids, sampling=prompt.sampling))
+        self._require(_ACCEPTING)
+        stream = self._ledger.open(prompts)
+        left = len(prompts)
         try:
             self._hand_out()
-            while stream.index_of:
+            while left:
                 event = await stream.events.get()
                 if isinstance(event, ExpertPoolError):
                     raise event
-                for _, completion in event.finished:
-                    del stream.index_of[completion.key]
+                left -= len(event.finished)
                 yield event
         finally:
-            self._abandon(stream)
+            aborts = self._ledger.close(stream)
+            if aborts and self._state is DriverState.READY:
+                self._gang.deliver({dp_rank: Intake(aborts=tuple(keys)) for dp_rank, keys in aborts.items()})
+                self._hand_out()
 
     async def recapture(self) -> CaptureOutcome:
         """Have all ranks leave the loop at a step boundary, record all graphs anew, and go on.
@@ -172,24 +143,48 @@ class Driver:
 
         Raises:
             GeometryError: ranks disagree about a graph.
-            RankError: a rank was lost; the pool has failed.
+            RankError: a rank was lost; the pool has recovered, or has failed.
         """
-        self._require_ready()
+        self._require((DriverState.READY,))
         self._enter(DriverState.CAPTURING)
         try:
             await asyncio.gather(*self._gang.deliver({}, leave=True))
             await self._gang.loops_left()
-            self._graphs = await self._capture()
-            return self._graphs
+            await self._fleet.capture()
+            return self._fleet.graphs
         except ExpertPoolError as error:
-            self._graphs = CaptureOutcome(CapturePlan(()), ())
             if self._gang.is_broken:
-                await self._fail(error)
+                self._enter(DriverState.RECOVERING)
+                await asyncio.shield(self._spawn(self._recover(error)))
             raise
         finally:
             if self._state is DriverState.CAPTURING:
                 self._begin_running()
                 self._enter(DriverState.READY)
+
+    async def resize(self, ranks: int) -> RankConfig:
+        """Go on with another number of ranks; returns what they are built from.
+
+        More places are waited for while the pool serves. Then ranks leave their loop at a step boundary, new ones
+        share the experts out anew and record their graphs, and unfinished requests go on from their tokens.
+
+        Raises:
+            ConfigError: a size that cannot work; nothing was changed.
+            PlacementError: no place for so many; the pool goes on as before.
+            RankError: ranks were lost on the way; the pool goes on with the size it has then, or has failed.
+        """
+        self._require((DriverState.READY,))
+        if self._is_resizing:
+            raise RankError("the pool is being resized already: wait for that call")
+        self._is_resizing = True
+        work = self._spawn(self._resize(ranks))
+        work.add_done_callback(lambda _: setattr(self, "_is_resizing", False))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            if work.cancelled():
+                raise RankError("the pool was shut down while it was being resized") from None
+            raise
 
     async def status(self) -> PoolStatus:
         graphs: list[GraphReport] = []
@@ -202,10 +197,14 @@ class Driver:
             state=self._state.value,
             failure=str(self._failure) if self._failure else None,
             places=self._gang.places,
-            loads=self._loads,
+            loads=self._fleet.loads,
             stats=tuple(stats for _, stats in sorted(self._stats.items())),
             graphs=tuple(graphs),
-            capture_seconds=self._capture_seconds,
+            capture_seconds=self._fleet.capture_seconds,
+            notice=self._notice,
+            restarts=self._restarts.total,
+            last_failure=self._restarts.last.cause if self._restarts.last else None,
+            unfinished=self._ledger.num_unfinished,
         )
 
     async def shutdown(self) -> None:
@@ -218,72 +217,140 @@ class Driver:
             self._gang.deliver({}, leave=True)
             with contextlib.suppress(ExpertPoolError):
                 await self._gang.loops_left(_STOP_S)
-        self._end_streams(RankError("the pool was shut down"))
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._ledger.fail(RankError("the pool was shut down"))
         await self._discard_ranks()
         self._enter(DriverState.STOPPED)
 
-    async def _capture(self) -> CaptureOutcome:
-        started = time.monotonic()
-        outcome = await capture_in_lockstep(plan_captures(self._config.limits), self._capture_on_all_ranks)
-        self._capture_seconds = time.monotonic() - started
-        return outcome
-
-    async def _capture_on_all_ranks(self, method: str, *args: Any) -> list[Any]:
-        """One call of the capture protocol on every rank; see `graphs.lockstep.LockstepRank`."""
-        timeout_s = _STOP_S if method == "fail" else None
-        collective = method in ("warm_up", "record")
-        return await self._gang.call("capture", method, *args, collective=collective, timeout_s=timeout_s)
+    async def _build(self) -> AsyncIterator[str]:
+        """New ranks in the places there are, which go on with every unfinished request."""
+        self._ledger.begin_anew(self._new_router())
+        async for line in self._fleet.build(self._begin_stage):
+            yield line
+        self._begin_running()
+        self._enter(DriverState.READY)
+        self._begin_collecting()
+        self._hand_out()
+        yield self._fleet.what_is_ready()
 
     def _begin_running(self) -> None:
         self._gang.begin_loops()
-        self._tasks.append(asyncio.ensure_future(self._watch()))
+        self._spawn(self._watch(self._gang))
 
     def _begin_collecting(self) -> None:
-        layout = self._config.layout
-        for dp_rank in range(layout.dp_size):
-            self._tasks.append(asyncio.ensure_future(self._collect(self._gang.actors[layout.leader(dp_rank)])))
+        layout = self._fleet.config.layout
+        leaders = [self._gang.actors[layout.leader(dp_rank)] for dp_rank in range(layout.dp_size)]
+        self._collectors = [asyncio.ensure_future(self._collect(leader)) for leader in leaders]
 
-    async def _watch(self) -> None:
-        """End the gang when a rank ends: the others would wait for it in their next collective."""
-        await self._gang.first_loop_end()
-        if self._state is not DriverState.READY:
-            return
-        error = await self._gang.end_after_loop()
+    async def _watch(self, gang: Gang) -> None:
+        """End the gang when a rank ends, for the others would wait for it in their next collective; then recover."""
+        await gang.first_loop_end()
         if self._state is DriverState.READY:
-            await self._fail(error)
+            self._enter(DriverState.RECOVERING)
+            await self._recover(await gang.end_after_loop())
 
     async def _collect(self, leader: Any) -> None:
         """Bring the results of one DP rank to the streams that wait for them."""
-        while self._state in _SERVING:
+        while True:
             try:
                 output = await leader.next_output.remote()
             except RayActorError:
                 return
             self._stats[output.stats.dp_rank] = output.stats
-            finished: dict[_Stream, list[tuple[int, Completion]]] = {stream: [] for stream in self._open_streams}
-            self._router.forget({completion.key for completion in output.completions})
-            for completion in output.completions:
-                stream = self._streams.pop(completion.key, None)
-                if stream is not None:
-                    finished[stream].append((stream.index_of[completion.key], completion))
-            for stream, completions in finished.items():
-                stream.events.put_nowait(PoolEvent(tuple(completions), output.stats))
+            self._ledger.settle(output)
+            if output.is_last:
+                return
             if output.completions:
                 self._hand_out()
 
     def _hand_out(self) -> None:
-        assigned = self._router.assign()
+        if self._state not in _DELIVERING:
+            return
+        assigned = self._ledger.assign()
         if assigned:
             self._gang.deliver({dp_rank: Intake(requests=tuple(requests)) for dp_rank, requests in assigned.items()})
 
-    def _abandon(self, stream: _Stream) -> None:
-        """Drop what a caller no longer waits for."""
-        self._open_streams.discard(stream)
-        left = {key for key in stream.index_of if self._streams.pop(key, None) is not None}
-        aborts = self._router.forget(left)
-        if aborts and self._state is DriverState.READY:
-            self._gang.deliver({dp_rank: Intake(aborts=tuple(keys)) for dp_rank, keys in aborts.items()})
-            self._hand_out()
+    async def _recover(self, error: ExpertPoolError) -> None:
+        """The ranks have failed, and the state says so: begin again, or fail for good."""
+        try:
+            async for line in self._rebuild_after(error):
+                self._note(line)
+        except ExpertPoolError as final:
+            await self._fail(final)
+        except Exception as bug:
+            await self._fail(RankError(f"the recovery failed: {type(bug).__name__}: {bug}; it followed: {error}"))
+
+    async def _rebuild_after(self, error: ExpertPoolError) -> AsyncIterator[str]:
+        """Start new ranks until they run, as often as `recovery` allows.
+
+        Raises:
+            ExpertPoolError: the last failure, with those before.
+        """
+        while True:
+            restart = self._restarts.decide(error, time.monotonic())
+            yield self._restarts.announce(restart)
+            await self._end_gang()
+            await asyncio.sleep(restart.delay_s)
+            try:
+                async for line in self._fleet.regain():
+                    yield line
+            except PlacementError as nowhere:
+                raise self._restarts.given_up(nowhere, time.monotonic()) from None
+            try:
+                async for line in self._build():
+                    yield line
+                return
+            except ExpertPoolError as again:
+                error = again
+
+    async def _resize(self, ranks: int) -> RankConfig:
+        before = self._fleet.config
+        wanted = await asyncio.to_thread(resized, self._pool, before, ranks)
+        more = ranks - before.layout.world_size
+        if more == 0:
+            return before
+        reserve = self._fleet.places_for(more)
+        refusal: ExpertPoolError | None = None
+        try:
+            if more > 0:
+                async for facts in reserve.acquire():
+                    self._note(f"resizing to {ranks} ranks: {facts}")
+            self._require((DriverState.READY,))
+            self._enter(DriverState.RESIZING)
+            self._note(f"resizing from {before.layout.world_size} to {ranks} ranks")
+            await self._leave_for_good()
+            await self._end_gang()
+            await asyncio.to_thread(reserve.release)
+            refusal = await self._fleet.move(wanted, self._note)
+            async for line in self._build():
+                self._note(line)
+        except ExpertPoolError as error:
+            if self._state is not DriverState.RESIZING:
+                raise
+            refusal = refusal or error
+            self._enter(DriverState.RECOVERING)
+            await self._recover(error)
+        finally:
+            reserve.release()
+        if self._failure is not None:
+            raise self._failure
+        if self._fleet.config is not wanted:
+            assert refusal is not None
+            raise type(refusal)(f"not resized, the pool has {self._fleet.config.layout.world_size} ranks: {refusal}")
+        return wanted
+
+    async def _leave_for_good(self) -> None:
+        """All ranks leave their loops at one step boundary, and all that they have to say is taken in."""
+        self._gang.deliver({}, leave=True)
+        await self._gang.loops_left()
+        await self._gang.close(_STOP_S)
+        await asyncio.wait(self._collectors, timeout=_STOP_S)
+
+    def _new_router(self) -> Router:
+        return Router(self._fleet.config.layout.dp_size, window=2 * self._fleet.config.limits.max_running_requests)
 
     async def _fail(self, error: ExpertPoolError) -> None:
         if not may_follow(self._state, DriverState.FAILED):
@@ -291,27 +358,47 @@ class Driver:
         logger.error("the pool failed: %s", error)
         self._failure = error
         self._enter(DriverState.FAILED)
-        self._end_streams(error)
+        self._ledger.fail(error)
         await self._discard_ranks()
 
-    def _end_streams(self, error: ExpertPoolError) -> None:
-        for stream in self._open_streams:
-            stream.events.put_nowait(error)
-        self._streams.clear()
+    async def _end_gang(self) -> None:
+        for collector in self._collectors:
+            collector.cancel()
+        self._collectors.clear()
+        self._stats.clear()
+        self._gang.kill()
 
     async def _discard_ranks(self) -> None:
-        self._gang.kill()
-        await asyncio.to_thread(self._placement.release)
+        await self._end_gang()
+        await self._fleet.release()
+
+    def _note(self, line: str) -> None:
+        """What happens to a pool that serves: in the log, in `status`, and for everyone who waits."""
+        logger.warning("%s", line)
+        self._notice = line
+        self._ledger.tell(line)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Work that goes on whoever waits for it, until the pool is shut down."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _begin_stage(self, state: DriverState) -> None:
+        """A stage of the first start is a state of its own; a pool that recovers or is resized is that throughout."""
+        if self._state not in _REBUILDING:
+            self._enter(state)
 
     def _enter(self, state: DriverState) -> None:
         if not may_follow(self._state, state):
             raise self._failure or RankError(f"the pool is {self._state.value} and cannot become {state.value}")
         self._state = state
 
-    def _require_ready(self) -> None:
+    def _require(self, states: tuple[DriverState, ...]) -> None:
         if self._failure is not None:
             raise self._failure
-        if self._state is not DriverState.READY:
+        if self._state not in states:
             raise RankError(f"the pool is {self._state.value}, not ready")
 
 

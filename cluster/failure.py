@@ -9,6 +9,8 @@ _LOST_PEER = 2
 # Gloo's, NCCL's (ncclRemoteError) and our own deadlines'.
 _SIGNS_OF_A_LOST_PEER = ("connection", "gloo", "remote process", "timed out")
 
+_ADVICE = " Some common causes include"  # of Ray, a paragraph
+
 
 def describe_failure(
     failures: dict[int, BaseException],
@@ -72,7 +74,7 @@ def _reason_of_death(cause: RayActorError) -> str:
     """The lines of Ray's message that say why, without ids of actors and jobs."""
     lines = [line.strip() for line in str(cause).splitlines()]
     telling = [line for line in lines if "because" in line or line.startswith("Worker exit detail")]
-    return " ".join(telling) or _first_line(cause)
+    return (" ".join(telling) or _first_line(cause)).split(_ADVICE)[0]
 
 
 def _first_line(error: BaseException) -> str:

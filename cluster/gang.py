@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import Any, cast
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError, RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..dispatch.errors import ExpertPoolError, RankError
@@ -46,6 +46,7 @@ class Gang:
         actors: by rank.
         places: where they run, once known.
         is_broken: whether a failure has ended ranks, so that the gang cannot go on.
+        has_lost_a_process: whether that failure was the end of a rank's process or its machine.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Gang:
         self.actors: list[Any] = []
         self.places: tuple[RankPlace, ...] = ()
         self.is_broken = False
+        self.has_lost_a_process = False
         self._config = config
         self._bundle = bundle
         self._start_timeout_s = start_timeout_s
@@ -79,7 +81,11 @@ class Gang:
             )
             self.actors.append(options.remote(self._config, rank))
         self.places = tuple(await self.call("place"))
-        host, port = await self.actors[0].open_rendezvous.remote()
+        try:
+            host, port = await self.actors[0].open_rendezvous.remote()
+        except RayError as error:
+            self._note_losses({0: error})
+            raise describe_failure({0: error}, "while opening the rendezvous", self.places) from error
         await self.call("join", host, port, collective=True)
 
     async def prepare_kernels(self) -> AsyncIterator[str]:
@@ -123,6 +129,7 @@ class Gang:
         if failures and (collective or any(isinstance(error, RayActorError) for error in failures.values())):
             raise await self._end(calls, doing)
         if failures:
+            self._note_losses(failures)
             raise describe_failure(failures, doing, self.places)
         if pending:
             self.is_broken = True  # a rank inside a call answers no other one
@@ -169,6 +176,17 @@ class Gang:
             sent.append(actor.deliver.remote(intake, self._wake_epoch, leave))
         return sent
 
+    async def close(self, timeout_s: float) -> None:
+        """After the loops were left for good: leaders hand out what they still have, and say that it is the last.
+
+        A rank that is lost meanwhile is passed over: what it had is generated again.
+        """
+        layout = self._config.layout
+        leaders = [self.actors[layout.leader(dp_rank)] for dp_rank in range(layout.dp_size)]
+        await asyncio.wait(
+            [asyncio.ensure_future(_fate(leader.close_outbox.remote())) for leader in leaders], timeout=timeout_s
+        )
+
     def kill(self) -> None:
         """End the processes of all ranks."""
         for actor in self.actors:
@@ -187,12 +205,19 @@ class Gang:
         self.is_broken = True
         await _causes(calls)
         failures = _failures(calls)
+        self._note_losses(failures)
         silent = {rank: waited_s for rank, call in calls.items() if waited_s is not None and not call.done()}
         error = describe_failure(failures, when, self.places, silent)
         await self._tell(error)
         for actor in self.actors:
             ray.kill(actor)
         return error
+
+    def _note_losses(self, failures: Mapping[int, BaseException]) -> None:
+        """A rank whose constructor raised has not lost its process: it would raise again."""
+        lost = [error for error in failures.values() if isinstance(error, RayActorError)]
+        raised = [error for error in lost if isinstance(error, ActorDiedError) and "creation task" in str(error)]
+        self.has_lost_a_process = self.has_lost_a_process or len(lost) > len(raised)
 
     async def _tell(self, error: ExpertPoolError) -> None:
         """Every rank that lives logs the failure and raises it; one that is stopped or gone cannot."""

@@ -10,6 +10,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ..dispatch.errors import PlacementError
 
 _REPORT_INTERVAL_S = 5.0
+_POLL_S = 0.5
 
 
 class Placement:
@@ -55,10 +56,35 @@ class Placement:
                 )
             yield facts
 
+    async def hold(self) -> AsyncIterator[str]:
+        """Wait until every bundle has a place again, after ranks or their nodes were lost; yields as `acquire`.
+
+        Ray keeps the bundles of a node that lives, and looks for another place for those of a node that is gone.
+
+        Raises:
+            PlacementError: not all bundles had a place in time; the group is kept, with what it has.
+        """
+        deadline, report_at = time.monotonic() + self._timeout_s, time.monotonic() + _REPORT_INTERVAL_S
+        while await asyncio.to_thread(self.num_placed) < self._num_ranks:
+            now = time.monotonic()
+            if now >= deadline:
+                raise PlacementError(
+                    f"no place for all ranks again within placement.timeout_s={self._timeout_s:g}: "
+                    f"{await asyncio.to_thread(self._facts)}"
+                )
+            if now >= report_at:
+                report_at = now + _REPORT_INTERVAL_S
+                yield await asyncio.to_thread(self._facts)
+            await asyncio.sleep(_POLL_S)
+
+    def num_placed(self) -> int:
+        """Bundles that have a place on a node that lives."""
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return sum(node in alive for node in self._nodes().values())
+
     def rank_order(self) -> list[int]:
         """Bundle index of each rank, so that ranks on one node are neighbours."""
-        assert self.group is not None
-        nodes = placement_group_table(self.group)["bundles_to_node_id"]
+        nodes = self._nodes()
         return sorted(range(self._num_ranks), key=lambda index: (nodes[index], index))
 
     def release(self) -> None:
@@ -67,10 +93,13 @@ class Placement:
             remove_placement_group(self.group)
             self.group = None
 
-    def _facts(self) -> str:
+    def _nodes(self) -> dict[int, str]:
+        """The node of each bundle; empty for one that has none."""
         assert self.group is not None
-        nodes = placement_group_table(self.group).get("bundles_to_node_id", {})
-        placed = sum(bool(node) for node in nodes.values())
+        return placement_group_table(self.group).get("bundles_to_node_id", {})
+
+    def _facts(self) -> str:
+        placed = self.num_placed()
         totals, free = ray.cluster_resources(), ray.available_resources()
         held = ", ".join(f"{free.get(name, 0):g} of {totals.get(name, 0):g} {name} free" for name in self._bundle)
         missing = self._num_ranks - placed

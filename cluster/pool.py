@@ -22,8 +22,9 @@ from ..workers.model_spec import ModelSpec
 from ..workers.rank_config import RankConfig
 from ..workers.request import Completion, FinishReason, RankStats, SamplingParams
 from .config import PoolConfig, checked, refuse_unbuilt, resolve
-from .driver import Driver, PoolEvent, PoolStatus, Prompt
+from .driver import Driver, PoolStatus
 from .environment import rank_environment
+from .ledger import PoolEvent, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +63,18 @@ class PoolCompletion(msgspec.Struct, frozen=True):
 class ExpertPool:
     """A running pool, as the process that launched it holds it; leaving the `with` block shuts it down."""
 
-    def __init__(self, driver: Any, rank_config: RankConfig, tokenizer: Any, owns_ray: bool):
+    def __init__(
+        self,
+        driver: Any,
+        rank_config: RankConfig,
+        tokenizer: Any,
+        owns_ray: bool,
+        report: Callable[[str], None] = logger.info,
+    ):
         self._driver = driver
         self._tokenizer = tokenizer
         self._owns_ray = owns_ray
+        self._report = report
         self.rank_config = rank_config
 
     @classmethod
@@ -74,7 +83,8 @@ class ExpertPool:
 
         Args:
             config: the pool.
-            report: receives a line about each stage, and about what is being waited for.
+            report: receives a line about each stage, about what is being waited for, and, while completions are
+                taken, about restarts and changes of size.
 
         Raises:
             ConfigError: the model folder or the configuration cannot work; no actor was started.
@@ -90,14 +100,9 @@ class ExpertPool:
             driver = (
                 ray.remote(Driver)
                 .options(num_cpus=0, max_restarts=0)
-                .remote(
-                    rank_config,
-                    config.bundle,
-                    config.placement,
-                    rank_environment(os.environ, config.worker.environment),
-                )
+                .remote(rank_config, config, rank_environment(os.environ, config.worker.environment))
             )
-            pool = cls(driver, rank_config, tokenizer, owns_ray)
+            pool = cls(driver, rank_config, tokenizer, owns_ray, report)
         except BaseException:
             if owns_ray:
                 ray.shutdown()
@@ -125,7 +130,8 @@ class ExpertPool:
 
         Raises:
             ConfigError: a text where there is no tokenizer, or another number of sampling settings than prompts.
-            RankError: a rank failed while running (completions yielded before stay valid), or the pool was shut down.
+            RankError: ranks failed more often than `recovery` restarts them (completions yielded before stay valid), or
+                the pool was shut down.
         """
         if isinstance(prompts, (str, bytes)):
             raise ConfigError(f"prompts is one text ({prompts[:40]!r}): give a list of prompts")
@@ -141,6 +147,19 @@ class ExpertPool:
             for token_ids, one in zip(tokenize(prompts, self._tokenizer), each, strict=True)
         ]
         return self._completions(requests, on_stats)
+
+    def resize(self, ranks: int) -> None:
+        """Go on with another number of ranks; returns once they run. Unfinished requests go on from their tokens.
+
+        Args:
+            ranks: a number that divides the experts of every layer, a multiple of `attn_tp_size`.
+
+        Raises:
+            ConfigError: a size that cannot work, with those that do; nothing was changed.
+            PlacementError: no place for so many within `placement.timeout_s`; the pool goes on as before.
+            RankError: ranks were lost on the way, or the pool is not ready.
+        """
+        self.rank_config = _get(self._running_driver().resize.remote(ranks))
 
     def status(self) -> PoolStatus:
         """States, places and counters of the pool."""
@@ -180,7 +199,9 @@ class ExpertPool:
             return
         event: PoolEvent
         for event in _stream(self._running_driver().generate, requests):
-            if on_stats is not None:
+            if event.notice is not None:
+                self._report(event.notice)
+            if on_stats is not None and event.stats is not None:
                 on_stats(event.stats)
             for index, completion in event.finished:
                 yield _pool_completion(index, requests[index], completion)

@@ -6,6 +6,7 @@ They change live objects inside the rank's process: what the protocol then repor
 import dataclasses
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -229,6 +230,39 @@ def ends_inside(engine: RankEngine, stage: str, by: str) -> Iterator[None]:
         all_to_all(*call)
 
     with replaced(owner, name, run_stage), replaced(collectives, "all_to_all", end):
+        yield
+
+
+@contextmanager
+def ends_at_step(engine: RankEngine, kind: str, number: int, by: str, stamp: str) -> Iterator[None]:
+    """The rank ends inside a layer of a later step, when the others are in its first all-to-all or past it.
+
+    Args:
+        engine: of this rank.
+        kind: of the step, `PREFILL` or `DECODE`, as any DP rank runs it.
+        number: which of the steps of this kind from now on, from 1.
+        by: `raising`, `dying` or `stopping`.
+        stamp: file that gets the time when it happens.
+    """
+    collectives, executor = collectives_of(engine), engine._loop._executor
+    run, all_to_all = executor.run, collectives.all_to_all
+    steps, inside = [0], [False]
+
+    def run_step(batch: Any, plan: Any) -> Any:
+        steps[0] += any(one.name == kind for one in plan.kinds)
+        inside[0] = steps[0] == number
+        return run(batch, plan)
+
+    def end(*call: Any) -> None:
+        if inside[0]:
+            with open(stamp, "w") as file:
+                file.write(str(time.time()))
+            if by == "raising":
+                raise RuntimeError(INJECTED)
+            os.kill(os.getpid(), signal.SIGKILL if by == "dying" else signal.SIGSTOP)
+        all_to_all(*call)
+
+    with replaced(executor, "run", run_step), replaced(collectives, "all_to_all", end):
         yield
 
 

@@ -24,6 +24,7 @@ from expert_pool.cluster import (
     Limits,
     PoolConfig,
     RankError,
+    RecoveryConfig,
     SamplingParams,
     WorkerConfig,
 )
@@ -86,6 +87,7 @@ def config_of(model: str, ranks: int, step_timeout_s: float = 60.0) -> PoolConfi
         limits=LIMITS,
         cache=CacheConfig(num_tokens=1024),
         worker=WorkerConfig(step_timeout_s=step_timeout_s),
+        recovery=RecoveryConfig(max_restarts=0),
     )
 
 

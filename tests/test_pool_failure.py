@@ -18,6 +18,7 @@ from expert_pool.cluster import (
     PlacementError,
     PoolConfig,
     RankError,
+    RecoveryConfig,
     SamplingParams,
     WorkerConfig,
 )
@@ -80,7 +81,7 @@ def test_a_resource_that_no_node_has_is_named(random_models):
 
 
 def test_a_rank_that_is_killed_ends_the_pool_in_seconds_and_is_named(random_models):
-    config = PoolConfig(model=random_models["qwen3_moe"], ranks=2)
+    config = PoolConfig(model=random_models["qwen3_moe"], ranks=2, recovery=RecoveryConfig(max_restarts=0))
     sampling = [SamplingParams(max_new_tokens=2)] + [SamplingParams(max_new_tokens=450, ignore_eos=True)] * 40
     with ExpertPool.launch(config) as pool:
         pids = [place.pid for place in pool.status().places]
@@ -105,7 +106,12 @@ def test_a_rank_that_is_killed_ends_the_pool_in_seconds_and_is_named(random_mode
 
 
 def test_a_rank_that_stalls_is_named_within_the_step_timeout(random_models):
-    config = PoolConfig(model=random_models["qwen3_moe"], ranks=2, worker=WorkerConfig(step_timeout_s=8))
+    config = PoolConfig(
+        model=random_models["qwen3_moe"],
+        ranks=2,
+        worker=WorkerConfig(step_timeout_s=8),
+        recovery=RecoveryConfig(max_restarts=0),
+    )
     with ExpertPool.launch(config) as pool:
         pids = [place.pid for place in pool.status().places]
         lengths = [SamplingParams(max_new_tokens=1)] + [SamplingParams(max_new_tokens=300, ignore_eos=True)] * 40

@@ -1,5 +1,6 @@
 """What a DP rank runs next: chunks, admission, preemption, and that nothing is lost whatever the cache holds."""
 
+import msgspec
 import pytest
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig, SamplingParams
 from expert_pool.workers.kv_cache import BlockAllocator
@@ -86,6 +87,34 @@ def test_a_prompt_longer_than_a_chunk_is_prefilled_over_several_steps():
         (BatchKind.PREFILL, 5, True),
         (BatchKind.DECODE, 1, True),
     ]
+
+
+@given(st.integers(1, 30), st.integers(1, 40), st.data())
+def test_a_request_resumes_from_its_tokens_and_completes_as_if_it_had_never_stopped(prompt_length, new_tokens, data):
+    one = request(1, prompt_length, new_tokens)
+    num_had = data.draw(st.integers(0, new_tokens - 1))
+    under_test = scheduler(chunk=8)
+    assert under_test.add(msgspec.structs.replace(one, resume_token_ids=expected_tokens(one)[:num_had])) is None
+    completion = run_until_idle(under_test)[1]
+    assert (completion.token_ids, completion.num_prompt_tokens) == (expected_tokens(one), prompt_length)
+    assert completion.finish_reason == "length"
+
+
+def test_reports_of_progress_follow_each_other_without_gaps_whoever_is_preempted():
+    under_test = scheduler(blocks=6, block_size=4)
+    for key in (1, 2, 3):
+        under_test.add(request(key, prompt_length=8, new_tokens=8))
+    reported: dict[int, tuple[int, ...]] = {1: (), 2: (), 3: ()}
+    finished: dict[int, Completion] = {}
+    while len(finished) < 3:
+        for progress in under_test.progress():
+            assert progress.token_ids
+            assert progress.key not in finished
+            reported[progress.key] += progress.token_ids
+        finished |= {completion.key: completion for completion in step(under_test)[1]}
+    assert under_test.num_preemptions
+    assert all(finished[key].token_ids[:7] == tokens for key, tokens in reported.items())
+    assert under_test.progress() == []
 
 
 def test_a_chunk_bounds_all_requests_of_a_step_together():

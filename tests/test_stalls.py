@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import ray
-from expert_pool.cluster import ExpertPool, PoolConfig, RankError, SamplingParams, WorkerConfig
+from expert_pool.cluster import ExpertPool, PoolConfig, RankError, RecoveryConfig, SamplingParams, WorkerConfig
 from expert_pool.cluster.failure import describe_failure
 from expert_pool.cluster.pool import _get
 from expert_pool.workers.engine import RankEngine
@@ -63,7 +63,8 @@ def session() -> Iterator[None]:
 @pytest.mark.parametrize("stage", ["rehearse", "warm_up"])
 def test_a_rank_that_hangs_in_a_capture_takes_the_pool_down(stage, session, random_models):
     """It answers no other call, so the pool must not go on to serve with it."""
-    with ExpertPool.launch(PoolConfig(model=random_models["qwen3_moe"], ranks=2)) as pool:
+    config = PoolConfig(model=random_models["qwen3_moe"], ranks=2, recovery=RecoveryConfig(max_restarts=0))
+    with ExpertPool.launch(config) as pool:
         processes = [psutil.Process(place.pid) for place in pool.status().places]
         set_deadline = pool._driver.__ray_call__.remote(lambda driver: setattr(driver._gang, "_start_timeout_s", 2.0))
         _get(set_deadline)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from .request import Completion, RankOutput, RankStats, Request
+from .request import Completion, Progress, RankOutput, RankStats, Request
 
 _REPORT_INTERVAL_S = 1.0
 _IDLE_REPORT_INTERVAL_S = 60.0
@@ -60,32 +60,44 @@ class Inbox:
 
 
 class Outbox:
-    """Completions and counters on their way to the driver; filled by the loop, drained by an actor thread."""
+    """Completions, progress and counters on their way to the driver; filled by the loop, drained by an actor thread."""
 
     def __init__(self, dp_rank: int) -> None:
         self._condition = threading.Condition()
         self._completions: list[Completion] = []
+        self._progress: list[Progress] = []
+        self._is_closed = False
         self._stats = RankStats(dp_rank)
         self._reported = self._stats
         self._reader_waits_for_news = False
 
-    def publish(self, completions: Iterable[Completion], stats: RankStats) -> None:
+    def publish(self, completions: Iterable[Completion], stats: RankStats, progress: Iterable[Progress] = ()) -> None:
+        """Whatever was generated before a completion is in that completion, so progress and it come in any order."""
         with self._condition:
             self._completions.extend(completions)
+            self._progress.extend(progress)
             self._stats = stats
             if self._completions or self._reader_waits_for_news:
                 self._condition.notify_all()
+
+    def close(self) -> None:
+        """The loop was left for good: what is here is handed out at once, as the last."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify_all()
 
     def next(self) -> RankOutput:
         """Wait for completions, at most a second while the rank is busy and a minute while it is idle."""
         with self._condition:
             self._reader_waits_for_news = True
             self._condition.wait_for(
-                lambda: self._completions or self._stats is not self._reported, _IDLE_REPORT_INTERVAL_S
+                lambda: self._completions or self._is_closed or self._stats is not self._reported,
+                _IDLE_REPORT_INTERVAL_S,
             )
             self._reader_waits_for_news = False
-            self._condition.wait_for(lambda: self._completions, _REPORT_INTERVAL_S)
-            output = RankOutput(tuple(self._completions), self._stats)
+            self._condition.wait_for(lambda: self._completions or self._is_closed, _REPORT_INTERVAL_S)
+            output = RankOutput(tuple(self._completions), self._stats, tuple(self._progress), self._is_closed)
             self._completions.clear()
+            self._progress.clear()
             self._reported = self._stats
             return output

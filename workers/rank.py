@@ -90,6 +90,11 @@ class Rank:
         self._engine.inbox.deliver(intake, wake_epoch, leave)
 
     @ray.method(concurrency_group="deliveries")
+    def close_outbox(self) -> None:
+        """After the loop was left for good: `next_output` hands out what there is, as the last."""
+        self._engine.outbox.close()
+
+    @ray.method(concurrency_group="deliveries")
     def give_up(self, kind: type[ExpertPoolError], message: str) -> None:
         """The driver ends the gang: why is in this rank's log, and raised here, also while a step waits for a peer."""
         logger.error("rank %d is ended: %s", self._rank, message)

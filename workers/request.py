@@ -80,11 +80,13 @@ class Request(msgspec.Struct, frozen=True):
         key: unique within the pool, given by the driver.
         prompt_token_ids: at least one token.
         sampling: with a seed wherever the temperature is above 0.
+        resume_token_ids: tokens generated for it before, by ranks that are no more; the completion begins with them.
     """
 
     key: int
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    resume_token_ids: tuple[int, ...] = ()
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -143,8 +145,24 @@ class RankStats(msgspec.Struct, frozen=True):
     decode_model_seconds: float = 0.0
 
 
+class Progress(msgspec.Struct, frozen=True):
+    """Tokens that an unfinished request has gained since its last report."""
+
+    key: int
+    token_ids: tuple[int, ...]
+
+
 class RankOutput(msgspec.Struct, frozen=True):
-    """A DP rank's report to the driver: what finished since the last one, and how it stands."""
+    """A DP rank's report to the driver: what finished since the last one, and how it stands.
+
+    Attributes:
+        completions: of requests that finished.
+        stats: counters.
+        progress: of requests that had not, about once a second; reports of one request follow each other without gaps.
+        is_last: whether nothing follows, since the rank has left its loop for good.
+    """
 
     completions: tuple[Completion, ...]
     stats: RankStats
+    progress: tuple[Progress, ...] = ()
+    is_last: bool = False

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from ..dispatch.limits import Limits
 from .kv_cache import BlockAllocator
-from .request import Completion, Request
+from .request import Completion, Progress, Request
 from .sequence import Decode, Sequence
 
 
@@ -125,6 +125,11 @@ class Scheduler:
             if sequence.request.key == key:
                 self._remove(sequence)
                 return
+
+    def progress(self) -> list[Progress]:
+        """Tokens of unfinished requests that have become known since the last call."""
+        news = (sequence.progress() for sequence in itertools.chain(self._running, self._waiting))
+        return [new for new in news if new is not None]
 
     def schedule(self) -> ScheduledBatch:
         """The next batch; its blocks are allocated. Until it is launched, the next call returns it again."""

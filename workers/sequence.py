@@ -6,7 +6,7 @@ that are sampled and not yet known: they count, and only their values are missin
 
 from collections.abc import Callable
 
-from .request import Completion, FinishReason, Request
+from .request import Completion, FinishReason, Progress, Request
 
 Decode = Callable[[list[int]], str]
 """From token ids to text without special tokens."""
@@ -16,7 +16,7 @@ class Sequence:
     """A request under way.
 
     Args:
-        request: what was asked.
+        request: what was asked, with the tokens that it resumes from.
         max_length: prompt and completion tokens together, at most.
         decode: the tokenizer's decoding, `None` where the model folder carries no tokenizer.
 
@@ -31,12 +31,13 @@ class Sequence:
 
     def __init__(self, request: Request, max_length: int, decode: Decode | None):
         self.request = request
-        self.token_ids = list(request.prompt_token_ids)
+        self.token_ids = [*request.prompt_token_ids, *request.resume_token_ids]
         self.num_computed = 0
         self.num_pending = 0
         self.pending_row = 0
         self.is_over = False
         self.blocks: list[int] = []
+        self._num_reported = len(self.token_ids)
         self._max_length = max_length
         self._decode = decode
 
@@ -82,6 +83,14 @@ class Sequence:
         if num_known - self.num_prompt_tokens >= sampling.max_new_tokens or num_known >= self._max_length:
             return "length"
         return None
+
+    def progress(self) -> Progress | None:
+        """Tokens that have become known since the last call, if there are any."""
+        if len(self.token_ids) == self._num_reported:
+            return None
+        new = tuple(self.token_ids[self._num_reported :])
+        self._num_reported = len(self.token_ids)
+        return Progress(self.request.key, new)
 
     def completion(self, finish_reason: FinishReason, error: str | None = None) -> Completion:
         text = None

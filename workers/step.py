@@ -15,10 +15,12 @@ from ..dispatch.layout import Layout
 from .agreement import Agreement, Proposal, StateReader, StepPlan
 from .executor import SampledTokens, StepExecutor
 from .mailbox import Inbox, Intake, Outbox
-from .request import Completion, RankStats
+from .request import Completion, Progress, RankStats
 from .sampler import NOT_FINITE
 from .scheduler import BatchKind, ScheduledBatch, Scheduler
 from .sequence import Sequence
+
+_PROGRESS_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class StepLoop:
         self._under_way: _Launched | None = None
         self._stats = RankStats(self._dp_rank)
         self._step = 0
+        self._next_progress = 0.0
         self.stage_began: float | None = None
 
     def run(self) -> None:
@@ -112,6 +115,8 @@ class StepLoop:
             if plan.intake_bytes[self._dp_rank]:
                 self._accept(self._share_intake(encoded, plan.intake_bytes[self._dp_rank]))
             if plan.leave:
+                self._next_progress = 0.0
+                self._hand_out([])
                 return
             if plan.is_pause:
                 self.stage_began = None
@@ -170,7 +175,15 @@ class StepLoop:
             preemptions=self._scheduler.num_preemptions,
             free_kv_blocks=self._scheduler.num_free_blocks,
         )
-        self._outbox.publish(completions, self._stats)
+        self._outbox.publish(completions, self._stats, self._progress())
+
+    def _progress(self) -> list[Progress]:
+        """Now and then what unfinished requests have gained, so that they could go on elsewhere; no work of a step."""
+        now = time.monotonic()
+        if now < self._next_progress:
+            return []
+        self._next_progress = now + _PROGRESS_INTERVAL_S
+        return self._scheduler.progress()
 
     def _count_launched(self, batch: ScheduledBatch, plan: StepPlan, model_seconds: float) -> None:
         decodes = batch.kind is BatchKind.DECODE

@@ -1,0 +1,165 @@
+"""Ranks die, raise and stall, and pools change their size: every request is answered, once, with the same tokens."""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import kill_scene
+import psutil
+import pytest
+import rank_faults
+import rank_insides
+import ray
+from expert_pool.cluster import (
+    ConfigError,
+    ExpertPool,
+    GeometryError,
+    PlacementConfig,
+    PlacementError,
+    RankError,
+    RecoveryConfig,
+    SamplingParams,
+)
+from expert_pool.cluster.recovery import Restarts
+from kill_scene import FAULTS, Scene, config_of, on_rank, rank_processes
+from rank_faults import ends_at_step, inject, other_expert_backend
+from ray.util.placement_group import placement_group_table
+
+FULL_MATRIX = os.environ.get("EXPERT_POOL_FULL_MATRIX") == "1"
+RANKS = 4 if FULL_MATRIX else 2
+SAMPLE = ["SIGKILL during prefill", "SIGKILL inside capture", "SIGSTOP during decode", "an exception in a layer"]
+CASES = [(fault, seed) for fault in FAULTS for seed in range(5)] if FULL_MATRIX else [(fault, 0) for fault in SAMPLE]
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[None]:
+    for module in (rank_faults, rank_insides, kill_scene, sys.modules[__name__]):
+        ray.cloudpickle.register_pickle_by_value(module)  # actors do not see the folder of the tests
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    yield
+    ray.shutdown()
+
+
+def placement_groups() -> set[str]:
+    return {key for key, group in placement_group_table().items() if group["state"] != "REMOVED"}
+
+
+def nothing_is_left() -> bool:
+    return psutil.wait_procs(rank_processes(), timeout=10)[1] == [] and placement_groups() == set()
+
+
+@pytest.fixture(scope="module")
+def scene(session: None, random_models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    """One pool that all faults of ranks happen to."""
+    lines: list[tuple[float, str]] = []
+    config = config_of(random_models["qwen3_moe"], RANKS)
+    with ExpertPool.launch(config, report=lambda line: lines.append((time.time(), line))) as pool:
+        yield Scene(pool, tmp_path_factory.mktemp("stamps"), seed=7, lines=lines)
+    assert nothing_is_left()
+
+
+@pytest.mark.parametrize(("fault", "seed"), CASES)
+def test_every_request_is_answered_once_with_the_same_tokens_after(fault, seed, scene):
+    act, restarts = FAULTS[fault]
+    scene.rng.seed(f"{fault} {seed}")
+    detected, recovered = scene.survives(act, restarts)
+    report(f"| {fault} | {seed} | {detected:.1f} | {recovered:.1f} |")
+
+
+def report(row: str) -> None:
+    """A row of the report that `make test-kill-matrix` keeps."""
+    path = os.environ.get("EXPERT_POOL_KILL_REPORT")
+    if path:
+        with Path(path).open("a") as file:
+            file.write(row + "\n")
+
+
+def test_a_pool_grows_and_shrinks_under_load(session, random_models, tmp_path):
+    config = config_of(random_models["qwen3_moe"], 2, max_ranks=4)
+    with ExpertPool.launch(config) as pool:
+        scene = Scene(pool, tmp_path, seed=3)
+        with pytest.raises(ConfigError, match=r"has 8 experts.*ranks=3: .*sizes that work: \[1, 2, 4\]"):
+            pool.resize(3)
+        with pytest.raises(ConfigError, match=r"ranks=8 is not between .* max_ranks=4: resize to one of \[1, 2, 4\]"):
+            pool.resize(8)
+        for ranks in (4, 2):
+            assert scene.answers(then=lambda ranks=ranks: pool.resize(ranks)) == scene.expected
+            status = pool.status()
+            assert (status.state, len(status.places), status.restarts) == ("ready", ranks, 0)
+            assert pool.rank_config.layout.world_size == ranks
+            assert len(rank_processes()) == ranks
+            assert len(placement_groups()) == 1
+    assert nothing_is_left()
+
+
+def test_more_ranks_than_there_are_places_leave_the_pool_as_it_is(session, random_models):
+    placement = PlacementConfig(cpus_per_rank=2, timeout_s=1.0)
+    with ExpertPool.launch(config_of(random_models["qwen3_moe"], 1, placement=placement)) as pool:
+        process = pool.status().places[0].pid
+        with pytest.raises(PlacementError, match=r"no place .* within placement.timeout_s=1: 0 of 7 bundles placed"):
+            pool.resize(8)
+        assert [place.pid for place in pool.status().places] == [process]
+        assert len(placement_groups()) == 1
+        assert len(list(pool.generate([[5]], SamplingParams(max_new_tokens=2)))) == 1
+
+
+def test_a_rank_that_fails_again_and_again_ends_the_pool_with_what_happened_each_time(session, random_models, tmp_path):
+    def on_line(line: str) -> None:
+        if line.startswith("ready"):
+            ready.append(line)
+        if line.startswith("ready") and len(ready) > 1:
+            end_it()
+
+    def end_it() -> None:
+        on_rank(pool, 0, inject, ends_at_step, "DECODE", 1, "raising", str(tmp_path / "stamp"))
+
+    ready: list[str] = []
+    config = config_of(random_models["qwen3_moe"], 1, recovery=RecoveryConfig(max_restarts=1, backoff_s=0))
+    with ExpertPool.launch(config, report=on_line) as pool:
+        end_it()
+        with pytest.raises(RankError) as raised:
+            list(pool.generate([[5, 17]] * 2, SamplingParams(max_new_tokens=400, ignore_eos=True)))
+        message, cause = str(raised.value), "rank 0 failed while running: RuntimeError: injected failure"
+        assert message.startswith(f"{cause}. The pool was restarted 1 times within recovery.window_s=3600 ")
+        assert message.endswith(f"s ago, after: {cause}")
+        status = pool.status()
+        assert (status.state, status.restarts, status.last_failure) == ("failed", 1, cause)
+        with pytest.raises(RankError, match="injected failure"):
+            list(pool.generate([[5]]))
+    assert nothing_is_left()
+
+
+def test_ranks_that_disagree_are_not_started_again(session, random_models):
+    with ExpertPool.launch(config_of(random_models["qwen3_moe"], 2)) as pool:
+        completions = pool.generate([[5, 17]] * 8, SamplingParams(max_new_tokens=400, ignore_eos=True))
+        on_rank(pool, 1, inject, other_expert_backend)
+        with pytest.raises(GeometryError, match="expert_backend differs"):
+            list(completions)
+        status = pool.status()
+        assert (status.state, status.restarts) == ("failed", 0)
+    assert nothing_is_left()
+
+
+def test_pauses_double_up_to_their_bound_and_old_restarts_no_longer_count():
+    restarts = Restarts(RecoveryConfig(max_restarts=3, window_s=100, backoff_s=1.5, max_backoff_s=5))
+    error = RankError("rank 1 died")
+    assert [restarts.decide(error, now_s).delay_s for now_s in (0.0, 50.0, 90.0)] == [1.5, 3.0, 5.0]
+    with pytest.raises(RankError, match=r"rank 1 died. The pool was restarted 3 times .* 99 s ago, after: rank 1 died"):
+        restarts.decide(error, 99.0)
+    again = restarts.decide(error, 101.0)
+    assert (again.number, again.delay_s, restarts.total) == (3, 5.0, 4)
+    assert restarts.announce(again) == "rank 1 died; restarting in 5 s (3 of 3)"
+
+
+@pytest.mark.parametrize("error", [GeometryError("ranks disagree"), ConfigError("no"), PlacementError("nowhere")])
+def test_what_would_fail_the_same_way_again_is_not_tried_again(error):
+    with pytest.raises(type(error), match=str(error)):
+        Restarts(RecoveryConfig()).decide(error, 0.0)
+
+
+def test_without_restarts_the_first_failure_is_the_last():
+    with pytest.raises(RankError, match=r"^rank 1 died$"):
+        Restarts(RecoveryConfig(max_restarts=0)).decide(RankError("rank 1 died"), 0.0)

@@ -98,7 +98,7 @@ class Fleet:
                 yield line
         begin_stage(DriverState.LOADING)
         yield f"loading {self.config.spec.path} on {len({place.node_id for place in self.gang.places})} node(s)"
-        self.loads = tuple(await self.gang.call("load"))
+        self.loads = tuple(await self.gang.call("load", collective=True))
         for line in self.loads[0].experts:
             yield line
         begin_stage(DriverState.CAPTURING)

@@ -17,6 +17,7 @@ from .output import CompletionWriter, OutputLine
 from .pool import ExpertPool, load_tokenizer, tokenize, validate
 from .progress import GenerationProgress
 from .prompts import PromptEntry, read_prompts
+from .trace_file import TraceFile
 
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -42,6 +43,7 @@ def main() -> None:
     "--address", metavar="ADDRESS", help="Ray cluster; `local` starts one. Default: one that is found, else local."
 )
 @click.option("--show-graphs", is_flag=True, help="List every graph with its bytes and replays at the end.")
+@click.option("--trace", "trace_path", metavar="FILE", help="Write the last steps of every rank, for Perfetto.")
 @click.option("--placement-timeout", type=float, metavar="SECONDS", help="How long to wait for a place for every rank.")
 def generate(
     prompts_path: str,
@@ -53,6 +55,7 @@ def generate(
     seed: int | None,
     ignore_eos: bool | None,
     show_graphs: bool,
+    trace_path: str | None,
     **options: Any,
 ) -> None:
     """Complete a file of prompts.
@@ -70,10 +73,11 @@ def generate(
     }
     console = Console(stderr=True)
     with _orderly_exit(console):
-        config = pool_config(options)
+        trace = TraceFile(trace_path) if trace_path is not None else None
+        config = pool_config(options) if trace is None else trace.traced(pool_config(options))
         defaults = SamplingParams(**{name: value for name, value in given.items() if value is not None})
         entries = read_prompts(prompts_path, defaults)
-        sys.exit(_generate(config, entries, prompts_path, output_path, console, show_graphs))
+        sys.exit(_generate(config, entries, prompts_path, output_path, console, show_graphs, trace))
 
 
 @main.command()
@@ -97,6 +101,7 @@ def _generate(
     output_path: str,
     console: Console,
     show_graphs: bool,
+    trace: TraceFile | None,
 ) -> int:
     spec = validate(config).spec
     token_ids = tokenize([entry.prompt for entry in entries], load_tokenizer(spec))
@@ -140,8 +145,19 @@ def _generate(
                     )
             finally:
                 _say(console, progress.summary())
+            if trace is not None:
+                _write_trace(pool, console, trace)
             _report_graphs(pool, console, show_graphs)
     return EXIT_FAILED if progress.failed else 0
+
+
+def _write_trace(pool: ExpertPool, console: Console, trace: TraceFile) -> None:
+    try:
+        traces = pool.trace()
+    except ExpertPoolError as error:  # as with graphs
+        _say(console, f"trace: unknown, {error}")
+        return
+    _say(console, trace.write(traces))
 
 
 def _report_graphs(pool: ExpertPool, console: Console, show_graphs: bool) -> None:

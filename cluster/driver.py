@@ -12,19 +12,23 @@ from ray.exceptions import RayActorError
 
 from ..dispatch.errors import ExpertPoolError, PlacementError, RankError
 from ..graphs.report import GraphReport
+from ..workers.logs import configure_logs
 from ..workers.mailbox import Intake
 from ..workers.rank import RankPlace
 from ..workers.rank_config import LoadReport, RankConfig
 from ..workers.request import RankStats
+from ..workers.trace import RankTrace
 from .capture import CaptureOutcome
 from .config import PoolConfig
 from .driver_state import DriverState, may_follow
 from .fleet import Fleet
 from .gang import Gang
 from .ledger import Ledger, PoolEvent, Prompt
+from .metrics import LOAD_INTERVAL_S, PoolMetrics, pool_label
 from .recovery import Restarts
 from .resizing import resized
 from .router import Router
+from .trace_clock import collect_traces
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +83,8 @@ class Driver:
         self._is_resizing = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._collectors: list[asyncio.Task[None]] = []
+        self._metrics = PoolMetrics(pool_label())
+        configure_logs(pool_label(), "driver", lambda: None, config.worker.log_level)
 
     @property
     def _gang(self) -> Gang:
@@ -207,6 +213,11 @@ class Driver:
             unfinished=self._ledger.num_unfinished,
         )
 
+    async def trace(self) -> tuple[RankTrace, ...]:
+        """The steps that ranks remember, on one clock; see `cluster.trace_clock`."""
+        self._require((DriverState.READY,))
+        return await collect_traces(self._gang.actors, self._gang.places)
+
     async def shutdown(self) -> None:
         """Stop all ranks together and give their places back; requests under way end with an error."""
         if not may_follow(self._state, DriverState.STOPPING):
@@ -242,8 +253,11 @@ class Driver:
 
     def _begin_collecting(self) -> None:
         layout = self._fleet.config.layout
+        self._metrics.begin(layout)
         leaders = [self._gang.actors[layout.leader(dp_rank)] for dp_rank in range(layout.dp_size)]
         self._collectors = [asyncio.ensure_future(self._collect(leader)) for leader in leaders]
+        if self._fleet.config.worker.expert_load:
+            self._spawn(self._collect_expert_load(leaders))
 
     async def _watch(self, gang: Gang) -> None:
         """End the gang when a rank ends, for the others would wait for it in their next collective; then recover."""
@@ -260,11 +274,21 @@ class Driver:
             except RayActorError:
                 return
             self._stats[output.stats.dp_rank] = output.stats
+            self._metrics.report(output.stats, at_once=output.is_last)
             self._ledger.settle(output)
             if output.is_last:
                 return
             if output.completions:
                 self._hand_out()
+
+    async def _collect_expert_load(self, leaders: list[Any]) -> None:
+        while True:
+            await asyncio.sleep(LOAD_INTERVAL_S)
+            try:
+                counts = await asyncio.gather(*(_await(leader.expert_counts.remote()) for leader in leaders))
+            except RayActorError:
+                return
+            self._metrics.report_expert_load(counts)
 
     def _hand_out(self) -> None:
         if self._state not in _DELIVERING:
@@ -291,6 +315,7 @@ class Driver:
         """
         while True:
             restart = self._restarts.decide(error, time.monotonic())
+            self._metrics.restarted()
             yield self._restarts.announce(restart)
             await self._end_gang()
             await asyncio.sleep(restart.delay_s)

@@ -22,6 +22,7 @@ from ..workers.rank_config import RankConfig
 from .environment import runtime_environment
 from .failure import describe_failure, is_origin
 from .kernels import prepare_kernels
+from .metrics import pool_label
 from .placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Gang:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placement.group, bundle_index),
                 **({"runtime_env": runtime} if runtime else {}),
             )
-            self.actors.append(options.remote(self._config, rank))
+            self.actors.append(options.remote(self._config, rank, pool_label()))
         self.places = tuple(await self.call("place"))
         try:
             host, port = await self.actors[0].open_rendezvous.remote()

@@ -21,6 +21,7 @@ from ..dispatch.errors import CheckpointError, ConfigError, ExpertPoolError, Ran
 from ..workers.model_spec import ModelSpec
 from ..workers.rank_config import RankConfig
 from ..workers.request import Completion, FinishReason, RankStats, SamplingParams
+from ..workers.trace import RankTrace
 from .config import PoolConfig, checked, refuse_unbuilt, resolve
 from .driver import Driver, PoolStatus
 from .environment import rank_environment
@@ -164,6 +165,17 @@ class ExpertPool:
     def status(self) -> PoolStatus:
         """States, places and counters of the pool."""
         return _get(self._running_driver().status.remote())
+
+    def trace(self) -> tuple[RankTrace, ...]:
+        """The last steps of every rank, all on one clock; `cluster.trace_file.write_trace` makes a file of them.
+
+        Raises:
+            ConfigError: ranks remember none.
+        """
+        if not self.rank_config.worker.trace_steps:
+            raise ConfigError("worker.trace_steps=0: ranks remember no steps; launch the pool with a number of them")
+        traces: tuple[RankTrace, ...] = _get(self._running_driver().trace.remote())
+        return traces
 
     def shutdown(self) -> None:
         """Stop the ranks and free their places; safe to call again."""

@@ -12,6 +12,7 @@ from transformers.distributed.expert_parallel import EPImplementation
 from .collectives import Collectives
 from .contract import INVALID_EXPERT_ID
 from .errors import GeometryError
+from .expert_load import ExpertLoad
 from .geometry import StepGeometry
 from .layout import Layout
 from .path import ExpertPath
@@ -29,6 +30,7 @@ class MoeExchange:
 
     Attributes:
         layers: this rank's experts of every layer that is bound to it, in the order of the model.
+        load: what layers count their routing into, set before anything is recorded; `None`: they do not count.
     """
 
     def __init__(self, layout: Layout, rank: int, path: ExpertPath, collectives: Collectives):
@@ -37,9 +39,11 @@ class MoeExchange:
         self.path = path
         self.collectives = collectives
         self.layers: list[LocalExperts] = []
+        self.load: ExpertLoad | None = None
         self._geometry: StepGeometry | None = None
         self._num_valid_tokens: torch.Tensor | None = None
         self._carries_token_T1: torch.Tensor | None = None
+        self._carried_TK: torch.Tensor | None = None
 
     def begin_step(self, geometry: StepGeometry, num_valid_tokens: torch.Tensor | None) -> None:
         """Set what every MoE layer of the coming step uses.
@@ -51,6 +55,7 @@ class MoeExchange:
         self._geometry = geometry
         self._num_valid_tokens = num_valid_tokens
         self._carries_token_T1 = None
+        self._carried_TK = None
 
     def geometry_for(self, num_tokens: int) -> StepGeometry:
         """The current geometry, checked against the tokens that a layer actually holds."""
@@ -74,6 +79,16 @@ class MoeExchange:
             self._carries_token_T1 = row_T1 < self._num_valid_tokens
         return torch.where(self._carries_token_T1, expert_ids_TK, INVALID_EXPERT_ID)
 
+    def count_load(self, layer: int, expert_ids_TK: torch.Tensor) -> None:
+        """Count a layer's routing, after `without_padding`; `[T, K]` global expert ids of the whole batch."""
+        if self.load is None:
+            return
+        if self._carried_TK is None or self._carried_TK.shape != expert_ids_TK.shape:
+            self._carried_TK = torch.ones_like(expert_ids_TK, dtype=torch.int64)
+            if self._carries_token_T1 is not None:
+                self._carried_TK *= self._carries_token_T1
+        self.load.count(layer, expert_ids_TK, self._carried_TK)
+
     def gather_shared_batch(self, y_TH: torch.Tensor, geometry: StepGeometry) -> torch.Tensor:
         """Undo the scatter: from this rank's rows to all rows of the batch it shares. Collective over those ranks."""
         if self.layout.attn_tp_size == 1:
@@ -95,6 +110,7 @@ class ExpertParallelExperts(EPImplementation):
         super().__init__(experts, ep_mesh, tp_mesh)
         self._exchange = exchange
         self._experts = LocalExperts(experts, self.experts_forward, self.num_local_experts)
+        self._layer = len(exchange.layers)
         exchange.layers.append(self._experts)
 
     def __call__(
@@ -105,5 +121,6 @@ class ExpertParallelExperts(EPImplementation):
         geometry = exchange.geometry_for(hidden_states.shape[0])
         rows = geometry.row_range(exchange.rank)
         ids_TK = exchange.without_padding(top_k_index)
+        exchange.count_load(self._layer, top_k_index)
         y_TH = exchange.path.run(self._experts, hidden_states[rows], ids_TK[rows], top_k_weights[rows], geometry)
         return exchange.gather_shared_batch(y_TH, geometry)

@@ -118,3 +118,16 @@ def test_a_configuration_written_in_python_is_held_to_its_types(settings, compla
 
 def test_sections_may_be_mappings_in_python_too(tiny_moe):
     assert checked(PoolConfig(model=tiny_moe, limits={"max_running_requests": 3})).limits.max_running_requests == 3
+
+
+def test_a_trace_that_cannot_be_written_is_refused(tmp_path, refused, tiny_moe, prompts_file):
+    prompts = prompts_file({"prompt": "x"})
+    (tmp_path / "folder").mkdir()
+    arguments = ["--model", tiny_moe, "--prompts", prompts, "--output", tmp_path / "out.jsonl"]
+    said = refused("generate", *arguments, "--trace", tmp_path / "folder")
+    assert f"--trace {tmp_path / 'folder'}: cannot be written" in said
+
+
+def test_a_trace_of_a_negative_number_of_steps_is_refused():
+    with pytest.raises(ConfigError, match=r"worker\.trace_steps=-1 is not between 0 and 1,000,000"):
+        WorkerConfig(trace_steps=-1)

@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from ..dispatch.errors import ConfigError
+from .logs import LogLevel
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 DeviceName = Literal["cpu", "cuda"]
@@ -16,6 +17,7 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 MAX_SECONDS = 1e7
+MAX_TRACE_STEPS = 1_000_000
 
 
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,6 +65,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             host's work; a CPU would wait for itself.
         step_timeout_s: how long after a rank stops taking part the pool is given up at the latest.
         environment: variables that every rank gets, over those of the launching process; see `cluster.environment`.
+        log_level: of the driver's and the ranks' log lines.
+        trace_steps: how many of its last steps a rank remembers for a trace; 0: none.
+        expert_load: count how often each expert is chosen, for metrics: one more small kernel a MoE layer.
     """
 
     device: DeviceName = "cpu"
@@ -72,6 +77,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     overlap: bool | None = None
     step_timeout_s: float = 300.0
     environment: dict[str, str] = {}
+    log_level: LogLevel = "info"
+    trace_steps: int = 0
+    expert_load: bool = False
 
     @property
     def overlaps(self) -> bool:
@@ -97,6 +105,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.threads < 1:
             raise ConfigError(f"worker.threads={self.threads} is below 1")
+        if not 0 <= self.trace_steps <= MAX_TRACE_STEPS:
+            raise ConfigError(f"worker.trace_steps={self.trace_steps} is not between 0 and {MAX_TRACE_STEPS:,}")
         if self.step_timeout_s <= 0:
             raise ConfigError(f"worker.step_timeout_s={self.step_timeout_s} is not above 0")
         if not 1 <= self.step_timeout_s <= MAX_SECONDS:

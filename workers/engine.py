@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from ..dispatch.collectives import Collectives, GroupName
 from ..dispatch.counts import CountTensors
+from ..dispatch.expert_load import ExpertLoad
 from ..dispatch.moe import MoeExchange
 from ..dispatch.probe import HostGroup
 from ..graphs.lockstep import LockstepRank
@@ -41,10 +42,12 @@ from .model import TargetModel
 from .path_choice import PathChoice
 from .random_weights import make_random_model
 from .rank_config import LoadReport, RankConfig
+from .request import ExpertCounts
 from .same_code import require_same_code
 from .scheduler import Scheduler
 from .sequence import Decode
 from .step import StepLoop
+from .trace import RankTrace, StepTrace
 from .watch import run_watched
 
 logger = logging.getLogger(__name__)
@@ -61,6 +64,9 @@ class RankEngine:
         # Ray shows a rank the one GPU it was given, so on GPUs it is always the first.
         self._device = torch.device("cpu") if config.worker.device == "cpu" else torch.device("cuda", 0)
         self._store: dist.TCPStore | None = None
+        self._loop: StepLoop | None = None
+        self._trace = StepTrace(config.worker.trace_steps) if config.worker.trace_steps else None
+        self._expert_load: ExpertLoad | None = None
         torch.set_num_threads(config.worker.threads)
         quiet_transformers()
         # The threaded loader holds several tensors at a time; sequential reading keeps a rank's peak near its weights.
@@ -154,6 +160,9 @@ class RankEngine:
             self._decode() if spec.has_tokenizer else None,
         )
         leader = layout.leader(layout.dp_rank(self.rank))
+        if config.worker.expert_load and self.rank == leader:
+            num_experts = [layer.num_local * layout.world_size for layer in exchange.layers]
+            exchange.load = self._expert_load = ExpertLoad(num_experts, self._device)
         self._loop = StepLoop(
             self.rank,
             layout,
@@ -166,7 +175,10 @@ class RankEngine:
             self._sharing_group,
             config.worker.overlaps,
             config.worker.peer_wait_s,
+            self._trace,
+            self._expert_load,
         )
+        logger.info("loaded in %.1f s, %d KV blocks, experts by %s", load_seconds, config.num_blocks, path.name)
         return LoadReport(
             rank=self.rank,
             dense_bytes=dense_bytes,
@@ -186,8 +198,29 @@ class RankEngine:
         A rank that raises is ended by the driver at once, which closes its connections, so that the ranks that wait for
         it fail too. It closes none itself: NCCL's shutdown would wait for those ranks.
         """
+        assert self._loop is not None, "load comes before run"
         self.inbox.stay()
-        run_watched(self._loop, self.config.worker.peer_wait_s)
+        logger.info("the loop begins")
+        try:
+            run_watched(self._loop, self.config.worker.peer_wait_s)
+        except BaseException as error:
+            logger.error("the loop failed: %s", error)
+            raise
+        logger.info("the loop was left")
+
+    @property
+    def step(self) -> int | None:
+        """Iterations of the loop; `None` before it was made."""
+        return None if self._loop is None else self._loop.step
+
+    def trace(self) -> RankTrace:
+        """The steps that this rank remembers; from any thread."""
+        return RankTrace(self.rank, 0, ()) if self._trace is None else self._trace.read(self.rank)
+
+    def expert_counts(self) -> ExpertCounts | None:
+        """How often experts were chosen, as last read; from any thread. `None` where it is not counted."""
+        load = self._expert_load
+        return None if load is None else ExpertCounts(load.num_experts, load.latest)
 
     @property
     def _timeout(self) -> timedelta:

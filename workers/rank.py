@@ -2,15 +2,18 @@
 
 import logging
 import os
+import time
 from typing import Any
 
 import msgspec
 import ray
 
 from ..dispatch.errors import ExpertPoolError
+from .logs import configure_logs
 from .mailbox import Intake
 from .rank_config import KernelStatus, LoadReport, RankConfig
-from .request import RankOutput
+from .request import ExpertCounts, RankOutput
+from .trace import RankTrace
 
 logger = logging.getLogger(__name__)
 
@@ -25,15 +28,17 @@ class RankPlace(msgspec.Struct, frozen=True):
     gpu_ids: tuple[str, ...]
 
 
-@ray.remote(concurrency_groups={"loop": 1, "deliveries": 1, "reports": 1}, max_restarts=0, max_task_retries=0)
+@ray.remote(
+    concurrency_groups={"loop": 1, "deliveries": 1, "reports": 1, "observers": 1}, max_restarts=0, max_task_retries=0
+)
 class Rank:
-    """One rank as a Ray actor, with one thread each for the loop, for deliveries in order, and for reports.
+    """One rank as a Ray actor, with one thread each for the loop, deliveries in order, reports, and observers.
 
     `run` occupies its thread for the life of the pool: its result is the rank's fate, so whoever waits for it learns
     of a failure at once.
     """
 
-    def __init__(self, config: RankConfig, rank: int):
+    def __init__(self, config: RankConfig, rank: int, pool: str = ""):
         # The driver imports this module to name the class; only a rank needs PyTorch.
         from .engine import RankEngine, gloo_interface
 
@@ -44,6 +49,7 @@ class Rank:
         if interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._engine = RankEngine(config, rank)
+        configure_logs(pool, rank, lambda: self._engine.step, config.worker.log_level)
 
     def place(self) -> RankPlace:
         context = ray.get_runtime_context()
@@ -103,3 +109,16 @@ class Rank:
     @ray.method(concurrency_group="reports")
     def next_output(self) -> RankOutput:
         return self._engine.outbox.next()
+
+    @ray.method(concurrency_group="observers")
+    def clock(self) -> float:
+        """The clock of `trace`, in seconds."""
+        return time.perf_counter()
+
+    @ray.method(concurrency_group="observers")
+    def trace(self) -> RankTrace:
+        return self._engine.trace()
+
+    @ray.method(concurrency_group="observers")
+    def expert_counts(self) -> ExpertCounts | None:
+        return self._engine.expert_counts()

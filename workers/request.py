@@ -113,6 +113,9 @@ class Completion(msgspec.Struct, frozen=True):
         return len(self.token_ids)
 
 
+STEP_TIME_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
 class RankStats(msgspec.Struct, frozen=True):
     """Counters of one DP rank since its start, and its present load. Times are in seconds.
 
@@ -126,9 +129,15 @@ class RankStats(msgspec.Struct, frozen=True):
         idle_steps: steps in which this DP rank ran a dummy token.
         preemptions: requests sent back to wait because KV blocks ran out.
         generated_tokens: tokens sampled.
-        free_kv_blocks: KV blocks not in use.
+        prompt_tokens: tokens prefilled, those that are prefilled again after a preemption included.
+        free_kv_blocks: KV blocks not in use, of
+        num_kv_blocks: that there are.
         decode_seconds: time of the decode steps, of which
         decode_model_seconds: was spent inside the model.
+        step_seconds: time of all steps, idle ones included, of which
+        agree_seconds: was spent in the agreement.
+        step_times: steps by the time they took: up to each of `STEP_TIME_BOUNDS_S`, and beyond the last.
+        dispatched_rows: rows that each rank of this DP rank handed to every MoE layer, padding included.
     """
 
     dp_rank: int
@@ -140,9 +149,15 @@ class RankStats(msgspec.Struct, frozen=True):
     idle_steps: int = 0
     preemptions: int = 0
     generated_tokens: int = 0
+    prompt_tokens: int = 0
     free_kv_blocks: int = 0
+    num_kv_blocks: int = 0
     decode_seconds: float = 0.0
     decode_model_seconds: float = 0.0
+    step_seconds: float = 0.0
+    agree_seconds: float = 0.0
+    step_times: tuple[int, ...] = ()
+    dispatched_rows: tuple[int, ...] = ()
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -166,3 +181,15 @@ class RankOutput(msgspec.Struct, frozen=True):
     stats: RankStats
     progress: tuple[Progress, ...] = ()
     is_last: bool = False
+
+
+class ExpertCounts(msgspec.Struct, frozen=True):
+    """Routed (token, expert) pairs of one DP rank's batches since its start, padding not counted.
+
+    Attributes:
+        num_experts: of each layer, over all ranks.
+        counts: int64 in native order, for every expert of the first layer, then of the next.
+    """
+
+    num_experts: tuple[int, ...]
+    counts: bytes

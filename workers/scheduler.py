@@ -110,6 +110,10 @@ class Scheduler:
     def num_free_blocks(self) -> int:
         return self._allocator.num_free
 
+    @property
+    def num_blocks(self) -> int:
+        return self._allocator.num_blocks
+
     def add(self, request: Request) -> Completion | None:
         """Queue a request; one that can never run is answered at once with an error."""
         problem = self._problem(request)

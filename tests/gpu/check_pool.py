@@ -104,6 +104,7 @@ def run(
     attn_tp_size: int,
     quantisation: str,
     tuning: Tuning,
+    expert_load: bool,
     disable_graphs: bool = False,
 ) -> None:
     config = PoolConfig(
@@ -123,7 +124,7 @@ def run(
             disable_cuda_graph=disable_graphs,
         ),
         cache=CacheConfig(num_tokens=65536),
-        worker=WorkerConfig(device="cuda", step_timeout_s=120),
+        worker=WorkerConfig(device="cuda", step_timeout_s=120, expert_load=expert_load),
     )
     started = time.perf_counter()
     with ExpertPool.launch(config, report=lambda line: click.echo(f"  {line}")) as pool:
@@ -168,6 +169,7 @@ def run(
 @click.option("--quantisation", type=click.Choice(get_args(QuantisationKind)), default="none", show_default=True)
 @click.option("--mega-capacity", "capacities", type=int, multiple=True, help="Of mega kernels that `auto` measures.")
 @click.option("--table", help="Pinned paths, like 64:mega@64,4096:flashinfer+torch; for `auto`.")
+@click.option("--expert-load", is_flag=True, help="Layers count the experts that are chosen.")
 @click.option("--cache", help="File that keeps measured tables.")
 def main(
     layers: int,
@@ -178,6 +180,7 @@ def main(
     capacities: tuple[int, ...],
     table: str | None,
     cache: str | None,
+    expert_load: bool,
 ) -> None:
     """Run everything and print the table."""
     rows = tuple(TableRow(int(part.split(":")[0]), part.split(":")[1]) for part in table.split(",")) if table else None
@@ -193,7 +196,7 @@ def main(
         }
         large = save(qwen3_30b_layers(layers), f"{folder}/large") if layers else None
         for dp_size, attn_tp_size in (map(int, layout.split("x")) for layout in layouts):
-            sizes = (dp_size * attn_tp_size, attn_tp_size, quantisation, tuning)
+            sizes = (dp_size * attn_tp_size, attn_tp_size, quantisation, tuning, expert_load)
             for dispatch in dispatches:
                 for name in only:
                     attempt(run, name, models[name], dispatch, results, 12, *sizes)

@@ -7,7 +7,7 @@ SOURCES := cluster workers dispatch graphs tests benchmarks examples ray_configs
 TORCH ?= torch==2.13.0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install run test test-matrix test-faults lint format types bench clean
+.PHONY: install run test test-matrix test-faults test-kill-matrix lint format types bench clean
 
 install: $(VENV)/.installed
 
@@ -30,6 +30,10 @@ test-matrix: install  ## every family, layout and dispatch against Transformers;
 
 test-faults: install  ## every fault at capture and in a step, on 2 and 4 ranks; the suite holds a seeded sample
 	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest tests/test_capture_faults.py
+
+test-kill-matrix: install  ## ranks end in every way, five times each at random steps; half an hour on 2 cores
+	EXPERT_POOL_FULL_MATRIX=1 EXPERT_POOL_KILL_REPORT=kill-matrix.md $(BIN)/python -m pytest tests/test_recovery.py \
+		tests/test_lost_nodes.py
 
 lint: install
 	$(BIN)/ruff check $(SOURCES)

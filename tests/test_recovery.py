@@ -117,7 +117,7 @@ def test_a_rank_that_fails_again_and_again_ends_the_pool_with_what_happened_each
         on_rank(pool, 0, inject, ends_at_step, "DECODE", 1, "raising", str(tmp_path / "stamp"))
 
     ready: list[str] = []
-    config = config_of(random_models["qwen3_moe"], 1, recovery=RecoveryConfig(max_restarts=1, backoff_s=0))
+    config = config_of(random_models["qwen3_moe"], 2, recovery=RecoveryConfig(max_restarts=1, backoff_s=0))
     with ExpertPool.launch(config, report=on_line) as pool:
         end_it()
         with pytest.raises(RankError) as raised:

@@ -1,0 +1,77 @@
+"""A node of the cluster is gone, with the ranks on it: the pool waits for places, or goes on with fewer ranks."""
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+
+import kill_scene
+import pytest
+import ray
+from expert_pool.cluster import ExpertPool, PlacementConfig, PlacementError
+from kill_scene import Scene, config_of
+from ray.cluster_utils import Cluster
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("EXPERT_POOL_FULL_MATRIX") != "1", reason="a part of make test-kill-matrix"),
+    pytest.mark.timeout(400),
+]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """A head without places, and two nodes with two each."""
+    started = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    for _ in range(2):
+        started.add_node(num_cpus=2)
+    ray.init(address=started.address, log_to_driver=False, logging_level=logging.ERROR)
+    for module in (kill_scene, sys.modules[__name__]):
+        ray.cloudpickle.register_pickle_by_value(module)
+    yield started
+    ray.shutdown()
+    started.shutdown()
+
+
+def end_a_node(cluster: Cluster) -> None:
+    """Its raylet and all its processes are killed."""
+    cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+
+
+def test_a_pool_goes_on_with_fewer_ranks_and_grows_again_when_there_is_a_node(cluster, random_models, tmp_path):
+    lines: list[str] = []
+    config = config_of(random_models["qwen3_moe"], 4, min_ranks=1, placement=PlacementConfig(timeout_s=20))
+    with ExpertPool.launch(config, report=lines.append) as pool:
+        scene = Scene(pool, tmp_path, seed=5)
+        assert scene.answers(then=lambda: end_a_node(cluster)) == scene.expected
+        status = pool.status()
+        assert (status.state, len(status.places)) == ("ready", 2)
+        assert any("going on with 2 ranks, as min_ranks=1 allows" in line for line in lines)
+        assert any("2 of 4 bundles placed; waiting for 2 x {CPU: 1}" in line for line in lines)
+        cluster.add_node(num_cpus=2)
+        pool.resize(4)
+        assert scene.answers() == scene.expected
+        assert len(pool.status().places) == 4
+
+
+def test_a_pool_goes_back_to_all_its_ranks_when_another_node_comes(cluster, random_models, tmp_path):
+    with ExpertPool.launch(config_of(random_models["qwen3_moe"], 4)) as pool:
+        scene = Scene(pool, tmp_path, seed=6)
+
+        def replace_a_node() -> None:
+            end_a_node(cluster)
+            cluster.add_node(num_cpus=2)
+
+        assert scene.answers(then=replace_a_node) == scene.expected
+        status = pool.status()
+        assert (status.state, len(status.places)) == ("ready", 4)
+
+
+def test_without_enough_places_the_pool_fails_with_what_happened(cluster, random_models):
+    config = config_of(random_models["qwen3_moe"], 4, placement=PlacementConfig(timeout_s=10))
+    with ExpertPool.launch(config) as pool:
+        completions = pool.generate([[5, 17]] * 8)
+        next(completions)
+        end_a_node(cluster)
+        with pytest.raises(PlacementError, match=r"2 of 4 bundles placed.* was restarted 1 times.*died"):
+            list(pool.generate([[5, 17]] * 8))
+        assert pool.status().state == "failed"

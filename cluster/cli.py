@@ -1,7 +1,12 @@
-"""The command line: `expert-pool generate` and `expert-pool plan`."""
+"""The command line: `expert-pool generate` and `plan`, and `launch`, `status` and `shutdown` for a pool that stays."""
 
+import contextlib
 import signal
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -9,14 +14,16 @@ import click
 from rich.console import Console
 
 from ..dispatch.errors import ConfigError, ExpertPoolError
+from ..workers.model_spec import ModelSpec
 from ..workers.request import SamplingParams
-from .cli_options import pool_config, pool_options
-from .config import PoolConfig
+from .cli_options import cluster_options, pool_config, pool_options, refuse_pool_options
 from .graph_report import graph_summary, graph_table
-from .output import CompletionWriter, OutputLine
-from .pool import ExpertPool, load_tokenizer, tokenize, validate
+from .output import open_output
+from .output_line import OutputLine
+from .pool import ExpertPool, PoolCompletion, validate
 from .progress import GenerationProgress
 from .prompts import PromptEntry, read_prompts
+from .tokens import load_tokenizer, tokenize
 from .trace_file import TraceFile
 
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
@@ -31,23 +38,26 @@ def main() -> None:
 @pool_options
 @click.option("--prompts", "prompts_path", required=True, metavar="FILE", help="JSONL of prompts.")
 @click.option(
-    "--output", "output_path", required=True, metavar="FILE", help="JSONL of completions; continued if there."
+    "--output",
+    "output_path",
+    required=True,
+    metavar="FILE",
+    help="JSONL of completions, or a URL like s3://bucket/folder for parts of it; continued if there.",
 )
+@click.option("--pool", "pool_name", metavar="NAME", help="Run on this launched pool, instead of one of its own.")
 @click.option("--max-new-tokens", type=int, help="For prompts that do not say. Default 128.")
 @click.option("--temperature", type=float, help="For prompts that do not say. Default 0, greedy.")
 @click.option("--top-p", type=float, help="For prompts that do not say. Default 1.")
 @click.option("--top-k", type=int, help="For prompts that do not say. Default 0, all tokens.")
 @click.option("--seed", type=int, help="For prompts that do not say.")
 @click.option("--ignore-eos", is_flag=True, default=None, help="Go on after an end-of-sequence token.")
-@click.option(
-    "--address", metavar="ADDRESS", help="Ray cluster; `local` starts one. Default: one that is found, else local."
-)
+@cluster_options
 @click.option("--show-graphs", is_flag=True, help="List every graph with its bytes and replays at the end.")
 @click.option("--trace", "trace_path", metavar="FILE", help="Write the last steps of every rank, for Perfetto.")
-@click.option("--placement-timeout", type=float, metavar="SECONDS", help="How long to wait for a place for every rank.")
 def generate(
     prompts_path: str,
     output_path: str,
+    pool_name: str | None,
     max_new_tokens: int | None,
     temperature: float | None,
     top_p: float | None,
@@ -74,10 +84,59 @@ def generate(
     console = Console(stderr=True)
     with _orderly_exit(console):
         trace = TraceFile(trace_path) if trace_path is not None else None
-        config = pool_config(options) if trace is None else trace.traced(pool_config(options))
+        config = pool_config(options) if pool_name is None else None
         defaults = SamplingParams(**{name: value for name, value in given.items() if value is not None})
-        entries = read_prompts(prompts_path, defaults)
-        sys.exit(_generate(config, entries, prompts_path, output_path, console, show_graphs, trace))
+        run = _Run(read_prompts(prompts_path, defaults), prompts_path, output_path, console, show_graphs, trace)
+        if config is not None:
+            config = config if trace is None else trace.traced(config)
+            spec = validate(config).spec
+            sys.exit(run.complete(spec, partial(ExpertPool.launch, config, report=run.say)))
+        assert pool_name is not None
+        refuse_pool_options(options, pool_name)
+        pool = ExpertPool.connect(pool_name, options["address"], report=run.say)
+        if trace is not None and not pool.rank_config.worker.trace_steps:
+            raise ConfigError(
+                f"--trace: pool {pool_name} was launched with worker.trace_steps=0, and remembers no steps"
+            )
+        sys.exit(run.complete(pool.rank_config.spec, lambda: contextlib.nullcontext(pool)))
+
+
+@main.command()
+@pool_options
+@cluster_options
+@click.option("--name", required=True, metavar="NAME", help="Under which the pool is found again.")
+def launch(name: str, **options: Any) -> None:
+    """Start a pool that stays in the cluster, until it is shut down."""
+    console = Console(stderr=True)
+    with _orderly_exit(console):
+        ExpertPool.launch(pool_config(options), lambda line: _say(console, line), name=name, detached=True)
+        _say(console, f"pool {name!r} stays; end it with: expert-pool shutdown --pool {name}")
+
+
+_pool_option = click.option("--pool", "pool_name", required=True, metavar="NAME", help="The pool's name.")
+_address_option = click.option("--address", metavar="ADDRESS", help="Ray cluster. Default: one that is found.")
+
+
+@main.command()
+@_pool_option
+@_address_option
+def status(pool_name: str, address: str | None) -> None:
+    """Show how a launched pool stands: its state, its ranks and where they run, its counters and graphs."""
+    from .status_report import print_status
+
+    with _orderly_exit(Console(stderr=True)):
+        pool = ExpertPool.connect(pool_name, address)
+        click.echo(f"pool {pool_name!r}, {pool.rank_config.spec.path}")
+        print_status(pool.status(), Console())
+
+
+@main.command()
+@_pool_option
+@_address_option
+def shutdown(pool_name: str, address: str | None) -> None:
+    """Stop a launched pool, whoever uses it, and give its places back."""
+    with _orderly_exit(Console(stderr=True)):
+        ExpertPool.connect(pool_name, address).shutdown()
 
 
 @main.command()
@@ -94,81 +153,90 @@ def plan(**options: Any) -> None:
             sys.exit(EXIT_REFUSED)
 
 
-def _generate(
-    config: PoolConfig,
-    entries: list[PromptEntry],
-    prompts_path: str,
-    output_path: str,
-    console: Console,
-    show_graphs: bool,
-    trace: TraceFile | None,
-) -> int:
-    spec = validate(config).spec
-    token_ids = tokenize([entry.prompt for entry in entries], load_tokenizer(spec))
-    for entry, ids in zip(entries, token_ids, strict=True):
-        if len(ids) >= spec.context_length:
-            raise ConfigError(
-                f"--prompts {prompts_path}, line {entry.line_number}: {len(ids)} tokens; the model's context of "
-                f"{spec.context_length} holds a prompt of at most {spec.context_length - 1}"
-            )
-    with CompletionWriter(output_path) as writer:
-        left = [index for index, entry in enumerate(entries) if entry.id not in writer.finished_ids]
-        if len(left) < len(entries):
-            _say(console, f"{len(entries) - len(left)} of {len(entries)} requests are in {output_path} already")
-        if not left:
-            return 0
-        with (
-            ExpertPool.launch(config, report=lambda line: _say(console, line)) as pool,
-            GenerationProgress(console, len(left)) as progress,
-        ):
-            completions = pool.generate(
-                [token_ids[index] for index in left],
-                [entries[index].sampling for index in left],
-                on_stats=progress.on_stats,
-            )
-            try:
-                for completion in completions:
-                    entry = entries[left[completion.index]]
-                    progress.on_completion(completion.num_completion_tokens, completion.finish_reason == "error")
-                    if completion.finish_reason == "error":
-                        _say(console, f"request {entry.id!r} failed: {completion.error}")
-                        continue
-                    writer.write(
-                        OutputLine(
-                            id=entry.id,
-                            token_ids=completion.token_ids,
-                            text=completion.text,
-                            finish_reason=completion.finish_reason,
-                            num_prompt_tokens=completion.num_prompt_tokens,
-                            num_completion_tokens=completion.num_completion_tokens,
-                        )
-                    )
-            finally:
-                _say(console, progress.summary())
-            if trace is not None:
-                _write_trace(pool, console, trace)
-            _report_graphs(pool, console, show_graphs)
-    return EXIT_FAILED if progress.failed else 0
+@dataclass(frozen=True)
+class _Run:
+    """One run of `generate`: prompts into an output, on whatever pool."""
+
+    entries: list[PromptEntry]
+    prompts_path: str
+    output_path: str
+    console: Console
+    show_graphs: bool
+    trace: TraceFile | None
+
+    def say(self, line: str) -> None:
+        _say(self.console, line)
+
+    def complete(self, spec: ModelSpec, open_pool: Callable[[], AbstractContextManager[ExpertPool]]) -> int:
+        """Complete what the output does not hold; returns the exit code. The pool is opened last, if it is needed."""
+        token_ids = self._tokenized(spec)
+        with open_output(self.output_path) as writer:
+            left = [index for index, entry in enumerate(self.entries) if entry.id not in writer.finished_ids]
+            if len(left) < len(self.entries):
+                num_done = len(self.entries) - len(left)
+                self.say(f"{num_done} of {len(self.entries)} requests are in {self.output_path} already")
+            if not left:
+                return 0
+            with open_pool() as pool, GenerationProgress(self.console, len(left)) as progress:
+                completions = pool.generate(
+                    [token_ids[index] for index in left],
+                    [self.entries[index].sampling for index in left],
+                    on_stats=progress.on_stats,
+                )
+                try:
+                    for completion in completions:
+                        entry = self.entries[left[completion.index]]
+                        progress.on_completion(completion.num_completion_tokens, completion.finish_reason == "error")
+                        if completion.finish_reason == "error":
+                            self.say(f"request {entry.id!r} failed: {completion.error}")
+                        else:
+                            writer.write(_output_line(entry, completion))
+                finally:
+                    writer.flush()  # before the pool is stopped: whoever stops a job may not wait for both
+                    self.say(progress.summary())
+                if self.trace is not None:
+                    self._write_trace(pool, self.trace)
+                self._report_graphs(pool)
+        return EXIT_FAILED if progress.failed else 0
+
+    def _tokenized(self, spec: ModelSpec) -> list[tuple[int, ...]]:
+        token_ids = tokenize([entry.prompt for entry in self.entries], load_tokenizer(spec))
+        for entry, ids in zip(self.entries, token_ids, strict=True):
+            if len(ids) >= spec.context_length:
+                raise ConfigError(
+                    f"--prompts {self.prompts_path}, line {entry.line_number}: {len(ids)} tokens; the model's context "
+                    f"of {spec.context_length} holds a prompt of at most {spec.context_length - 1}"
+                )
+        return token_ids
+
+    def _write_trace(self, pool: ExpertPool, trace: TraceFile) -> None:
+        try:
+            traces = pool.trace()
+        except ExpertPoolError as error:  # as with graphs
+            self.say(f"trace: unknown, {error}")
+            return
+        self.say(trace.write(traces))
+
+    def _report_graphs(self, pool: ExpertPool) -> None:
+        try:
+            reports = pool.status().graphs
+        except ExpertPoolError as error:  # all results are written: a rank lost now does not make the run a failure
+            self.say(f"graphs: unknown, {error}")
+            return
+        self.say(graph_summary(reports))
+        if self.show_graphs:
+            self.console.print(graph_table(reports))
 
 
-def _write_trace(pool: ExpertPool, console: Console, trace: TraceFile) -> None:
-    try:
-        traces = pool.trace()
-    except ExpertPoolError as error:  # as with graphs
-        _say(console, f"trace: unknown, {error}")
-        return
-    _say(console, trace.write(traces))
-
-
-def _report_graphs(pool: ExpertPool, console: Console, show_graphs: bool) -> None:
-    try:
-        reports = pool.status().graphs
-    except ExpertPoolError as error:  # all results are written: a rank lost now does not make the run a failure
-        _say(console, f"graphs: unknown, {error}")
-        return
-    _say(console, graph_summary(reports))
-    if show_graphs:
-        console.print(graph_table(reports))
+def _output_line(entry: PromptEntry, completion: PoolCompletion) -> OutputLine:
+    return OutputLine(
+        id=entry.id,
+        token_ids=completion.token_ids,
+        text=completion.text,
+        finish_reason=completion.finish_reason,
+        num_prompt_tokens=completion.num_prompt_tokens,
+        num_completion_tokens=completion.num_completion_tokens,
+    )
 
 
 def _say(console: Console, line: str) -> None:

@@ -79,11 +79,40 @@ _OPTIONS = [
 ]
 
 
+_CLUSTER_OPTIONS = [
+    click.option(
+        "--address", metavar="ADDRESS", help="Ray cluster; `local` starts one. Default: one that is found, else local."
+    ),
+    click.option(
+        "--placement-timeout", type=float, metavar="SECONDS", help="How long to wait for a place for every rank."
+    ),
+]
+
+
 def pool_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options to a command, which receives them by name."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
+
+
+def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options of commands that place a pool in a cluster."""
+    for option in reversed(_CLUSTER_OPTIONS):
+        command = option(command)
+    return command
+
+
+def refuse_pool_options(options: dict[str, Any], pool_name: str) -> None:
+    """Refuse settings of a pool where one is named that runs already, with its own.
+
+    Raises:
+        ConfigError: naming the options.
+    """
+    given = sorted(name for name, value in options.items() if value is not None and name != "address")
+    if given:
+        flags = ", ".join("--" + name.removesuffix("_path").replace("_", "-") for name in given)
+        raise ConfigError(f"--pool {pool_name} runs already, with settings of its own: leave out {flags}")
 
 
 def pool_config(options: dict[str, Any]) -> PoolConfig:

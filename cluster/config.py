@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -22,6 +23,8 @@ from ..workers.model_spec import ModelSpec
 from ..workers.rank_config import RankConfig
 from .recovery import RecoveryConfig
 
+_LABEL = re.compile(r"([A-Za-z0-9][A-Za-z0-9.-]*/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+
 
 class PlacementConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What each rank asks of the cluster, and how long to wait for it.
@@ -31,6 +34,8 @@ class PlacementConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         gpus_per_rank: logical GPUs; 0 with worker.device `cuda` means 1.
         gpu_memory_bytes: what the GPU of a rank has, on GPUs: a pool that cannot fit is refused before anything starts.
             Unset: found out at start.
+        domain_label: a label of Ray nodes; all ranks are placed on nodes that have the same value of it. Name the label
+            that tells NVLink domains apart where one spans hosts. Unset: ranks are packed on as few nodes as possible.
         timeout_s: how long to wait for a place for every rank; on an autoscaled cluster, for nodes to come.
         start_timeout_s: how long ranks may take to start, meet and load.
     """
@@ -38,6 +43,7 @@ class PlacementConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cpus_per_rank: float | None = None
     gpus_per_rank: float = 0
     gpu_memory_bytes: int | None = None
+    domain_label: str | None = None
     timeout_s: float = 600.0
     start_timeout_s: float = 1800.0
 
@@ -50,6 +56,10 @@ class PlacementConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("cpus_per_rank", "gpus_per_rank"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"placement.{name}={getattr(self, name)} is below 0")
+        if self.domain_label is not None and not _LABEL.fullmatch(self.domain_label):
+            raise ConfigError(
+                f"placement.domain_label={self.domain_label!r} is not a label's key, like ray.io/gpu-domain"
+            )
         if self.gpu_memory_bytes is not None and self.gpu_memory_bytes < 1:
             raise ConfigError(f"placement.gpu_memory_bytes={self.gpu_memory_bytes} is below 1")
 

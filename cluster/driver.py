@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any
 
 import msgspec
+import ray
 from ray.exceptions import RayActorError
 
 from ..dispatch.errors import ExpertPoolError, PlacementError, RankError
@@ -24,6 +25,7 @@ from .driver_state import DriverState, may_follow
 from .fleet import Fleet
 from .gang import Gang
 from .ledger import Ledger, PoolEvent, Prompt
+from .lifeline import Lifeline, Lifelines, end_unless_started
 from .metrics import LOAD_INTERVAL_S, PoolMetrics, pool_label
 from .recovery import Restarts
 from .resizing import resized
@@ -85,20 +87,35 @@ class Driver:
         self._collectors: list[asyncio.Task[None]] = []
         self._metrics = PoolMetrics(pool_label())
         configure_logs(pool_label(), "driver", lambda: None, config.worker.log_level)
+        self._lifelines = Lifelines()
+        end_unless_started(lambda: self._state is not DriverState.CREATED)
 
     @property
     def _gang(self) -> Gang:
         return self._fleet.gang
 
-    async def start(self) -> AsyncIterator[str]:
+    async def hold(self, key: str) -> None:
+        """See `Lifelines.hold`."""
+        await self._lifelines.hold(key)
+
+    async def rank_config(self) -> RankConfig:
+        """What the present ranks are built from, for those who connect."""
+        return self._fleet.config
+
+    async def start(self, owner: Lifeline | None = None) -> AsyncIterator[str]:
         """Place, start and load all ranks; yields a line about each stage.
 
         A rank whose process ends meanwhile is a failure that the pool recovers from; one that raises is not.
+
+        Args:
+            owner: with whose process the pool ends; `None`: it stays until it is shut down.
 
         Raises:
             PlacementError: no place for all ranks in time.
             RankError: a rank did not start or load.
         """
+        if owner is not None:
+            self._lifelines.when_gone(owner, self._end)
         try:
             self._enter(DriverState.PLACING)
             yield f"placing {self._fleet.config.layout.world_size} ranks"
@@ -117,16 +134,25 @@ class Driver:
             await self._fail(error if isinstance(error, ExpertPoolError) else RankError(f"start-up failed: {error}"))
             raise (self._failure or error) from None
 
-    async def generate(self, prompts: list[Prompt]) -> AsyncIterator[PoolEvent]:
+    async def generate(self, prompts: list[Prompt], caller: Lifeline) -> AsyncIterator[PoolEvent]:
         """Run the prompts; yields events as requests finish, and at least every second while ranks are busy.
 
         While the pool recovers or changes its size, requests wait and then go on from the tokens they have.
 
+        Args:
+            prompts: to complete.
+            caller: when its process is gone, what is left of them is dropped.
+
         Raises:
             RankError: the pool failed for good; requests that had finished were yielded before.
         """
-        self._require(_ACCEPTING)
+        try:
+            self._require(_ACCEPTING)
+        except ExpertPoolError:
+            self._lifelines.drop(caller)
+            raise
         stream = self._ledger.open(prompts)
+        self._lifelines.when_gone(caller, lambda: stream.events.put_nowait(RankError("the caller is gone")))
         left = len(prompts)
         try:
             self._hand_out()
@@ -137,6 +163,7 @@ class Driver:
                 left -= len(event.finished)
                 yield event
         finally:
+            self._lifelines.drop(caller)
             aborts = self._ledger.close(stream)
             if aborts and self._state is DriverState.READY:
                 self._gang.deliver({dp_rank: Intake(aborts=tuple(keys)) for dp_rank, keys in aborts.items()})
@@ -235,6 +262,12 @@ class Driver:
         self._ledger.fail(RankError("the pool was shut down"))
         await self._discard_ranks()
         self._enter(DriverState.STOPPED)
+
+    async def _end(self) -> None:
+        """The process that the pool belongs to is gone: give everything back and end this actor."""
+        logger.warning("the process that launched the pool is gone: the pool ends")
+        await self.shutdown()
+        ray.kill(ray.get_runtime_context().current_actor)
 
     async def _build(self) -> AsyncIterator[str]:
         """New ranks in the places there are, which go on with every unfinished request."""

@@ -122,7 +122,8 @@ class Fleet:
 
     def places_for(self, ranks: int) -> Placement:
         """Places to be acquired, of the pool's bundle."""
-        return Placement(ranks, self._pool.bundle, self._pool.placement.timeout_s)
+        placement = self._pool.placement
+        return Placement(ranks, self._pool.bundle, placement.timeout_s, placement.domain_label)
 
     async def release(self) -> None:
         """Give all places back, or withdraw the request for them."""

@@ -1,4 +1,4 @@
-"""The output file: one JSON line a request, written as it finishes; a job started again continues it."""
+"""The output: one JSON line a request, written as it finishes; a job started again continues it."""
 
 import fcntl
 import re
@@ -8,18 +8,22 @@ from types import TracebackType
 import msgspec
 
 from ..dispatch.errors import ConfigError, ExpertPoolError
-from ..workers.request import FinishReason
+from .object_output import PartsWriter
+from .output_line import OutputLine, finished_in
+
+_LOCAL = re.compile(r"(?:file|local)://")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:://|::)")
 
 
-class OutputLine(msgspec.Struct, frozen=True):
-    """One finished request, as the output file holds it."""
+def open_output(output: str) -> "CompletionWriter | PartsWriter":
+    """A writer for a local path (or `file://`), or for any other URL of fsspec.
 
-    id: str
-    token_ids: tuple[int, ...]
-    text: str | None
-    finish_reason: FinishReason
-    num_prompt_tokens: int
-    num_completion_tokens: int
+    Raises:
+        ConfigError: nothing can be written there, another run writes it, or it holds what is not this tool's.
+    """
+    if local := _LOCAL.match(output):
+        return CompletionWriter(output[local.end() :])
+    return PartsWriter(output) if _URL.match(output) else CompletionWriter(output)
 
 
 class CompletionWriter:
@@ -66,6 +70,9 @@ class CompletionWriter:
             ) from error
         self.finished_ids.add(line.id)
 
+    def flush(self) -> None:
+        """Nothing to do: every line was handed to the operating system when it was written."""
+
     def close(self) -> None:
         self._file.close()
 
@@ -88,34 +95,7 @@ class CompletionWriter:
             return  # some network file systems know no locks
 
     def _read_finished(self) -> set[str]:
-        finished: set[str] = set()
-        whole = 0
         with open(self._path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    if not _is_torn_line(line):
-                        raise ConfigError(
-                            f"--output {self._path}, line {number}: not a completion of this tool; give another file, "
-                            "or remove this one"
-                        )
-                    self._file.truncate(whole)
-                    break
-                try:
-                    finished.add(msgspec.json.decode(line, type=OutputLine).id)
-                except msgspec.DecodeError as error:
-                    raise ConfigError(
-                        f"--output {self._path}, line {number}: not a completion of this tool ({error}); "
-                        "give another file, or remove this one"
-                    ) from error
-                whole += len(line)
+            finished, whole = finished_in(file, self._path)
+        self._file.truncate(whole)
         return finished
-
-
-def _is_torn_line(line: bytes) -> bool:
-    """Whether a line without an end is the beginning of one of ours, cut while it was written."""
-    opening, following = b'{"id":"', b'","token_ids":['
-    if not line.startswith(opening):
-        return opening.startswith(line)
-    text = re.match(rb'(?:[^"\\]|\\.)*', line[len(opening) :])
-    rest = line[len(opening) + (text.end() if text else 0) :]
-    return rest.startswith(following) or following.startswith(rest) or rest == b"\\"

@@ -20,12 +20,14 @@ class Placement:
         num_ranks: bundles to place.
         bundle: resources of one rank.
         timeout_s: how long to wait for all of them.
+        domain_label: a label of nodes that all bundles have to agree in.
     """
 
-    def __init__(self, num_ranks: int, bundle: dict[str, float], timeout_s: float):
+    def __init__(self, num_ranks: int, bundle: dict[str, float], timeout_s: float, domain_label: str | None = None):
         self._num_ranks = num_ranks
         self._bundle = bundle
         self._timeout_s = timeout_s
+        self._domain_label = domain_label
         self.group: PlacementGroup | None = None
 
     async def acquire(self) -> AsyncIterator[str]:
@@ -36,7 +38,11 @@ class Placement:
         """
         # A bundle without resources is refused by Ray; a rank that asks for none still gets a bundle of its own.
         bundle = self._bundle or {"CPU": 0.001}
-        self.group = placement_group([bundle] * self._num_ranks, strategy="PACK")
+        bundles = [bundle] * self._num_ranks
+        if self._domain_label is None:
+            self.group = placement_group(bundles, strategy="PACK")
+        else:  # Ray packs by node within the domain
+            self.group = placement_group(bundles, topology_strategy={self._domain_label: "STRICT_PACK"})
         ready = asyncio.ensure_future(_await(self.group.ready()))
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -49,10 +55,17 @@ class Placement:
             if time.monotonic() >= deadline:
                 ready.cancel()
                 self.release()
+                apart = (
+                    ""
+                    if self._domain_label is None
+                    else (
+                        "unset placement.domain_label to let ranks be in several domains (dispatch='allgather' can), "
+                    )
+                )
                 raise PlacementError(
                     f"no place for all ranks within placement.timeout_s={self._timeout_s:g}: {facts}. Set ranks or "
                     "placement.cpus_per_rank / gpus_per_rank to what the cluster can hold (worker.device='cuda' asks "
-                    "for one GPU a rank), or wait longer"
+                    f"for one GPU a rank), {apart}or wait longer"
                 )
             yield facts
 
@@ -104,9 +117,23 @@ class Placement:
         held = ", ".join(f"{free.get(name, 0):g} of {totals.get(name, 0):g} {name} free" for name in self._bundle)
         missing = self._num_ranks - placed
         return (
-            f"{placed} of {self._num_ranks} bundles placed; waiting for {missing} x {_readable(self._bundle)}; "
-            f"the cluster has {held or 'no resources'}"
+            f"{placed} of {self._num_ranks} bundles placed; waiting for {missing} x {_readable(self._bundle)}"
+            f"{self._domain_facts()}; the cluster has {held or 'no resources'}"
         )
+
+    def _domain_facts(self) -> str:
+        """Which domains there are, and what each has in all."""
+        if self._domain_label is None:
+            return ""
+        totals: dict[str, dict[str, float]] = {}
+        for node in ray.nodes():
+            domain = node["Labels"].get(self._domain_label)
+            if node["Alive"] and domain is not None:
+                total = totals.setdefault(domain, dict.fromkeys(self._bundle, 0.0))
+                for name in self._bundle:
+                    total[name] += node["Resources"].get(name, 0.0)
+        each = ", ".join(f"{domain!r} has {_readable(total)}" for domain, total in sorted(totals.items()))
+        return f" in one domain by {self._domain_label} ({each or 'no node has that label'})"
 
 
 async def _await(ref: "ray.ObjectRef") -> object:

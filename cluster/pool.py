@@ -1,15 +1,9 @@
 """The Python API: launch a pool, generate, shut down."""
 
 import logging
-import math
-import operator
 import os
 import secrets
-import signal
-import socket
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -17,8 +11,7 @@ import msgspec
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from ..dispatch.errors import CheckpointError, ConfigError, ExpertPoolError, RankError
-from ..workers.model_spec import ModelSpec
+from ..dispatch.errors import ConfigError, ExpertPoolError, RankError
 from ..workers.rank_config import RankConfig
 from ..workers.request import Completion, FinishReason, RankStats, SamplingParams
 from ..workers.trace import RankTrace
@@ -26,11 +19,16 @@ from .config import PoolConfig, checked, refuse_unbuilt, resolve
 from .driver import Driver, PoolStatus
 from .environment import rank_environment
 from .ledger import PoolEvent, Prompt
+from .lifeline import lifeline_to
+from .session import connect_ray, join_ray
+from .tokens import load_tokenizer, tokenize
 
 logger = logging.getLogger(__name__)
 
+# Actors of named pools are looked for here, from whatever job.
+NAMESPACE = "expert_pool"
+
 _SHUTDOWN_S = 30.0
-_CONNECT_S = 10.0
 
 
 class PoolCompletion(msgspec.Struct, frozen=True):
@@ -62,59 +60,99 @@ class PoolCompletion(msgspec.Struct, frozen=True):
 
 
 class ExpertPool:
-    """A running pool, as the process that launched it holds it; leaving the `with` block shuts it down."""
+    """A running pool, as one of the processes that use it holds it.
+
+    Leaving the `with` block shuts down a pool that this process launched, unless it is detached; from a detached one,
+    and from one that it connected to, it only takes leave.
+    """
 
     def __init__(
         self,
         driver: Any,
         rank_config: RankConfig,
         tokenizer: Any,
+        owns_pool: bool,
         owns_ray: bool,
         report: Callable[[str], None] = logger.info,
     ):
         self._driver = driver
         self._tokenizer = tokenizer
+        self._owns_pool = owns_pool
         self._owns_ray = owns_ray
         self._report = report
         self.rank_config = rank_config
 
     @classmethod
-    def launch(cls, config: PoolConfig, report: Callable[[str], None] = logger.info) -> "ExpertPool":
+    def launch(
+        cls,
+        config: PoolConfig,
+        report: Callable[[str], None] = logger.info,
+        *,
+        name: str | None = None,
+        detached: bool = False,
+    ) -> "ExpertPool":
         """Validate, place, start and load a pool; returns when it can generate.
 
         Args:
             config: the pool.
             report: receives a line about each stage, about what is being waited for, and, while completions are
                 taken, about restarts and changes of size.
+            name: under which other processes of the cluster can `connect` to it.
+            detached: it stays until it is shut down; otherwise it ends with the process that launches it, however that
+                ends, and gives its places back.
 
         Raises:
-            ConfigError: the model folder or the configuration cannot work; no actor was started.
+            ConfigError: the model folder or the configuration cannot work, the name is taken, or a detached pool has
+                no name or no cluster to stay in; no rank was started.
             PlacementError: the cluster had no place for all ranks in time.
             RankError: a rank did not start or load.
         """
         config = checked(config)
+        if name == "" or (detached and name is None):
+            raise ConfigError("a detached pool needs a name, and a name is not empty: nobody would find it again")
         rank_config = validate(config)
         tokenizer = load_tokenizer(rank_config.spec)
-        owns_ray = connect_ray(config, report)
+        owns_ray = connect_ray(config, report, must_exist=detached)
         try:
-            # The driver asks for no CPU: a cluster that just holds the ranks will do, or a head node that holds none.
-            driver = (
-                ray.remote(Driver)
-                .options(num_cpus=0, max_restarts=0)
-                .remote(rank_config, config, rank_environment(os.environ, config.worker.environment))
-            )
-            pool = cls(driver, rank_config, tokenizer, owns_ray, report)
+            driver = _new_driver(config, rank_config, name)
+            pool = cls(driver, rank_config, tokenizer, not detached, owns_ray, report)
         except BaseException:
             if owns_ray:
                 ray.shutdown()
             raise
         try:
-            for line in _stream(driver.start):
+            for line in _stream(driver.start, None if detached else lifeline_to(driver)):
                 report(line)
         except BaseException:
             pool.shutdown()
             raise
         return pool
+
+    @classmethod
+    def connect(
+        cls, name: str, address: str | None = None, report: Callable[[str], None] = logger.info
+    ) -> "ExpertPool":
+        """A named pool that runs in the cluster; any number of processes may use it at once.
+
+        Args:
+            name: as it was launched.
+            address: of the Ray cluster, where this process is in no session yet; unset: one that is found.
+            report: receives a line about the cluster.
+
+        Raises:
+            ConfigError: there is no cluster, or no pool of that name in it.
+            RankError: the pool's driver actor is gone.
+        """
+        join_ray(address, report)
+        try:
+            driver = ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError as error:
+            running = sorted(one["name"] for one in _named_pools())
+            raise ConfigError(
+                f"no pool named {name!r} runs in this cluster (named pools: {', '.join(running) or 'none'}): launch it"
+            ) from error
+        rank_config = _get(driver.rank_config.remote())
+        return cls(driver, rank_config, load_tokenizer(rank_config.spec), False, False, report)
 
     def generate(
         self,
@@ -178,7 +216,7 @@ class ExpertPool:
         return traces
 
     def shutdown(self) -> None:
-        """Stop the ranks and free their places; safe to call again."""
+        """Stop the ranks and free their places, whoever uses the pool; safe to call again."""
         if self._driver is None or not ray.is_initialized():
             return
         driver, self._driver = self._driver, None
@@ -197,7 +235,8 @@ class ExpertPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.shutdown()
+        if self._owns_pool:
+            self.shutdown()
 
     def _running_driver(self) -> Any:
         if self._driver is None:
@@ -209,14 +248,43 @@ class ExpertPool:
     ) -> Iterator[PoolCompletion]:
         if not requests:
             return
+        driver = self._running_driver()
         event: PoolEvent
-        for event in _stream(self._running_driver().generate, requests):
+        for event in _stream(driver.generate, requests, lifeline_to(driver)):
             if event.notice is not None:
                 self._report(event.notice)
             if on_stats is not None and event.stats is not None:
                 on_stats(event.stats)
             for index, completion in event.finished:
                 yield _pool_completion(index, requests[index], completion)
+
+
+def _new_driver(config: PoolConfig, rank_config: RankConfig, name: str | None) -> Any:
+    """The driver actor of a pool. To Ray every one is detached, and one that is not to stay watches its owner itself:
+    Ray would end it with its owner before it could give its placement group back, which lasts as long as the job.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    # It asks for no CPU: a cluster that just holds the ranks will do, or a head node that holds none.
+    options = {"num_cpus": 0, "max_restarts": 0, "lifetime": "detached", "name": name, "namespace": NAMESPACE}
+    try:
+        return (
+            ray.remote(Driver)
+            .options(**options)
+            .remote(rank_config, config, rank_environment(os.environ, config.worker.environment))
+        )
+    except ValueError as error:
+        if name in {one["name"] for one in _named_pools()}:
+            raise ConfigError(
+                f"a pool named {name!r} is there already: connect to it, shut it down, or take another name"
+            ) from error
+        raise
+
+
+def _named_pools() -> list[dict[str, str]]:
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return [actor for actor in actors if actor["namespace"] == NAMESPACE]
 
 
 def validate(config: PoolConfig) -> RankConfig:
@@ -234,120 +302,6 @@ def validate(config: PoolConfig) -> RankConfig:
     if config.weights == "checkpoint":
         check_weights(spec)
     return rank_config
-
-
-def load_tokenizer(spec: ModelSpec) -> Any:
-    """The folder's tokenizer; `None` where it carries none."""
-    if not spec.has_tokenizer:
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(spec.path, local_files_only=True)
-    except Exception as error:  # the tokenizers library raises bare exceptions
-        raise CheckpointError(f"model={spec.path!r}: its tokenizer cannot be read: {error}") from error
-
-
-def tokenize(prompts: Sequence[str | Sequence[int]], tokenizer: Any) -> list[tuple[int, ...]]:
-    """Token ids of each prompt; those given as token ids pass through.
-
-    Raises:
-        ConfigError: a text where there is no tokenizer, or a prompt that is neither text nor integers.
-    """
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if texts and tokenizer is None:
-        raise ConfigError(
-            f"prompt {texts[0][:40]!r} is text, and the model folder carries no tokenizer: give token ids"
-        )
-    for text in texts:
-        refuse_broken_text("a prompt", text)
-    encoded = iter(tokenizer(texts)["input_ids"] if texts else [])
-    return [tuple(next(encoded)) if isinstance(prompt, str) else _integers(prompt) for prompt in prompts]
-
-
-def refuse_broken_text(what: str, text: str) -> None:
-    """Refuse text that has no UTF-8 form, as half of a surrogate pair in JSON makes it.
-
-    Raises:
-        ConfigError: naming the character.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{what} is no valid text: {error}") from error
-
-
-def _integers(prompt: Sequence[int]) -> tuple[int, ...]:
-    """Plain integers from a list, an array or a tensor: what travels to the ranks is encoded as 64 bits each."""
-    if isinstance(prompt, bytes):
-        raise ConfigError(f"a prompt is a text or a sequence of integer token ids, not bytes: {prompt!r:.60}")
-    try:
-        token_ids = tuple(operator.index(token_id) for token_id in prompt)
-    except TypeError as error:
-        raise ConfigError(f"a prompt is a text or a sequence of integer token ids, not {prompt!r:.60}") from error
-    if any(not -(2**63) <= token_id < 2**63 for token_id in token_ids):
-        raise ConfigError(f"a token id does not fit into 64 bits: {token_ids!r:.60}")
-    return token_ids
-
-
-def connect_ray(config: PoolConfig, report: Callable[[str], None]) -> bool:
-    """Be in a Ray session; returns whether this call started a local cluster, which then ends with the pool."""
-    if ray.is_initialized():
-        return False
-    with _own_sigterm_handler():
-        return _init_ray(config, report)
-
-
-@contextmanager
-def _own_sigterm_handler() -> Iterator[None]:
-    """Ray puts its SIGTERM handler over that of the program; here one that the program set stays."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    if callable(handler) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)
-
-
-def _init_ray(config: PoolConfig, report: Callable[[str], None]) -> bool:
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if config.address != "local":
-        _refuse_silent_address(config.address)
-        try:
-            ray.init(address=config.address or "auto", **quiet)
-            report(f"connected to the Ray cluster at {ray.get_runtime_context().gcs_address}")
-            return False
-        except ConnectionError as error:
-            if config.address is not None:
-                raise ConfigError(f"address={config.address!r}: no Ray cluster answers there: {error}") from error
-    needed = {name: math.ceil(amount * config.ranks) for name, amount in config.bundle.items()}
-    on_gpus = config.worker.device == "cuda"
-    ray.init(
-        address="local",
-        num_cpus=max(1, needed.get("CPU", 0)),
-        # Ranks on CPUs may ask for GPU ids, which are then only numbers; ranks on GPUs need those that Ray finds.
-        num_gpus=None if on_gpus else needed.get("GPU", 0),
-        include_dashboard=False,
-        **quiet,
-    )
-    found = ray.cluster_resources().get("GPU", 0)
-    if on_gpus and found < needed["GPU"]:
-        ray.shutdown()
-        raise ConfigError(
-            f"worker.device='cuda' with ranks={config.ranks} needs {needed['GPU']} GPUs, this machine has {found:g}: "
-            "lower ranks, set worker.device to 'cpu', or give the address of a cluster that has them"
-        )
-    report(f"started a local Ray cluster for {config.ranks} ranks")
-    return True
-
-
-def _refuse_silent_address(address: str | None) -> None:
-    """Ray waits for minutes, and says nothing, for a cluster that is not there; a connection tells at once."""
-    host, _, port = (address or "").rpartition(":")
-    if not port.isdigit():
-        return
-    try:
-        socket.create_connection((host.rpartition("/")[2].strip("[]"), int(port)), timeout=_CONNECT_S).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"address={address!r}: no Ray cluster answers there: {error}") from error
 
 
 def _with_seed(sampling: SamplingParams) -> SamplingParams:

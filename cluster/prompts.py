@@ -8,7 +8,7 @@ import msgspec
 from ..dispatch.errors import ConfigError
 from ..workers.request import SamplingParams
 from .config import refuse_unknown_keys
-from .pool import refuse_broken_text
+from .tokens import refuse_broken_text
 
 
 class PromptLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

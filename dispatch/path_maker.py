@@ -101,7 +101,10 @@ class PathMaker:
         if name.dispatch in ("flashinfer", "mega"):
             is_elsewhere = socket.gethostname() != host_of_first
             if is_elsewhere and torch.cuda.get_device_capability(self.device)[0] < _NVLINK_BETWEEN_HOSTS:
-                return f"it is on {socket.gethostname()}, rank 0 on {host_of_first}: Hopper hosts share no NVLink"
+                return (
+                    f"it is on {socket.gethostname()}, rank 0 on {host_of_first}: Hopper hosts share no NVLink; "
+                    "dispatch='allgather' exchanges over NCCL instead"
+                )
             reason = _import_problem("flashinfer.moe_ep") or _peer_problem(self.device)
         if reason is None and name.is_mega:
             reason = self._hopper_problem() or self._weights_problem(layers, mega=True)

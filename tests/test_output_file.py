@@ -6,7 +6,8 @@ import signal
 import msgspec
 import pytest
 from expert_pool.cluster import ConfigError, ExpertPoolError
-from expert_pool.cluster.output import CompletionWriter, OutputLine
+from expert_pool.cluster.output import CompletionWriter
+from expert_pool.cluster.output_line import OutputLine
 
 
 def line(key: str, num_tokens: int = 2) -> OutputLine:

@@ -1,0 +1,80 @@
+"""How a driver learns that a process is gone that it works for.
+
+Ray goes on with a streaming call whose caller has died, and an actor that outlives its creator is told nothing. But a
+wait for an object fails within about a second of the death of the process that owns the object. So a caller owns an
+object that never comes, the result of `hold`, and the driver waits for it.
+"""
+
+import asyncio
+import os
+import threading
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ray.exceptions import ObjectLostError
+
+_UNSTARTED_S = 60.0
+
+
+@dataclass(frozen=True)
+class Lifeline:
+    """What a caller sends of itself.
+
+    Attributes:
+        key: of the call that the object comes from.
+        refs: the object, in a list: Ray then passes it on as it is, and does not wait for its value.
+    """
+
+    key: str
+    refs: list[Any]
+
+
+def lifeline_to(driver: Any) -> Lifeline:
+    """A lifeline from this process to a driver actor; held for as long as the driver does not drop it."""
+    key = uuid.uuid4().hex
+    return Lifeline(key, [driver.hold.remote(key)])
+
+
+class Lifelines:
+    """The driver's end of all lifelines."""
+
+    def __init__(self) -> None:
+        self._dropped: dict[str, asyncio.Event] = {}
+        self._watches: dict[str, asyncio.Task[None]] = {}
+
+    async def hold(self, key: str) -> None:
+        """Returns once the lifeline is dropped: until then, its result is what the caller owns."""
+        await self._dropped.setdefault(key, asyncio.Event()).wait()
+        del self._dropped[key]
+
+    def when_gone(self, lifeline: Lifeline, act: Callable[[], Awaitable[None] | None]) -> None:
+        """Act once the process that owns the lifeline is gone, unless it is dropped before."""
+
+        async def watch() -> None:
+            try:
+                await lifeline.refs[0]
+            except ObjectLostError:
+                if (acting := act()) is not None:
+                    await acting
+
+        self._watches[lifeline.key] = asyncio.ensure_future(watch())
+
+    def drop(self, lifeline: Lifeline) -> None:
+        """Nobody is to watch it, or go on watching it; to be called once."""
+        if (watch := self._watches.pop(lifeline.key, None)) is not None:
+            watch.cancel()
+        self._dropped.setdefault(lifeline.key, asyncio.Event()).set()
+
+
+def end_unless_started(is_started: Callable[[], bool]) -> None:
+    """End this actor's process if its creator died before it could call anything: nobody knows of it then."""
+
+    def check() -> None:
+        if not is_started():
+            os._exit(1)
+
+    timer = threading.Timer(_UNSTARTED_S, check)
+    timer.daemon = True
+    timer.start()

@@ -1,0 +1,125 @@
+"""`generate` as a job of Ray's job server: no terminal, exit codes, logs, and an end on demand."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.job_submission import JobStatus, JobSubmissionClient
+from ray.util.placement_group import placement_group_table
+
+WAIT_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[JobSubmissionClient]:
+    """A cluster with a job server, whose head holds two ranks and nothing else."""
+    session = ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=True,
+        dashboard_host="127.0.0.1",
+        dashboard_port=0,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    yield JobSubmissionClient(f"http://{session.dashboard_url}")
+    ray.shutdown()
+
+
+@pytest.fixture
+def working_dir(tmp_path) -> Path:
+    folder = tmp_path / "job"
+    folder.mkdir()
+    prompts = [{"id": f"p{index}", "prompt_token_ids": [5, 17, index]} for index in range(20)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    return folder
+
+
+def submit(client: JobSubmissionClient, working_dir: Path, *options: str) -> str:
+    """As `ray job submit --working-dir . -- expert-pool generate ...` does."""
+    command = [sys.executable, "-m", "expert_pool.cluster", "generate", "--ranks", "2", "--prompts", "prompts.jsonl"]
+    return client.submit_job(
+        entrypoint=" ".join([*command, *options]), runtime_env={"working_dir": str(working_dir)}
+    )
+
+
+def eventually(holds: Callable[[], Any]) -> bool:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def ended(client: JobSubmissionClient, job: str) -> JobStatus:
+    assert eventually(lambda: client.get_job_status(job).is_terminal()), client.get_job_logs(job)
+    return client.get_job_status(job)
+
+
+def places() -> list[str]:
+    return [group["state"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
+
+
+def lines_of(output: Path) -> list[dict]:
+    return [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
+
+
+@pytest.mark.timeout(300)
+def test_a_job_that_is_stopped_gives_its_place_back_and_the_next_one_completes_the_file(
+    client, working_dir, random_models, tmp_path
+):
+    output = tmp_path / "out.jsonl"
+    options = ("--model", random_models["qwen3_moe"], "--output", str(output), "--max-new-tokens", "400")
+    job = submit(client, working_dir, *options, "--ignore-eos", "--max-running-requests", "1")
+    assert eventually(lambda: lines_of(output)), client.get_job_logs(job)
+    ranks = [process.pid for process in psutil.process_iter() if "ray::Rank" in process.name()]
+    assert places() == ["CREATED"]
+
+    client.stop_job(job)
+
+    assert ended(client, job) == JobStatus.STOPPED
+    assert eventually(lambda: places() == [])
+    assert eventually(lambda: ray.available_resources().get("CPU") == 2)
+    before = lines_of(output)
+    assert 0 < len(before) < 20
+    said = client.get_job_logs(job)
+    assert "\ninterrupted; finished requests are in the output file\n" in said
+    assert "Traceback" not in said
+    assert "\x1b" not in said, "no terminal, no escape sequences"
+
+    job = submit(client, working_dir, *options, "--ignore-eos")
+    assert ended(client, job) == JobStatus.SUCCEEDED, client.get_job_logs(job)
+    assert client.get_job_info(job).driver_exit_code == 0
+    said = client.get_job_logs(job).splitlines()
+    done = lines_of(output)
+    assert done[: len(before)] == before
+    assert sorted(line["id"] for line in done) == sorted(f"p{index}" for index in range(20))
+    stages = ["connected to the Ray cluster at", "placing 2 ranks", "starting ranks", "loading ", "ready: loaded in "]
+    shown = [line for line in said if any(line.startswith(stage) for stage in stages)]
+    assert [line[:8] for line in shown] == [stage[:8] for stage in stages]
+    left = 20 - len(before)
+    assert any(line.startswith(f"{left} of {left} requests, {400 * left} tokens in ") for line in said)
+    assert not any(map(psutil.pid_exists, ranks))
+
+
+def test_a_job_that_is_refused_or_fails_says_so_with_its_exit_code(client, working_dir, random_models, tmp_path):
+    refused = submit(client, working_dir, "--model", "nowhere", "--output", str(tmp_path / "out.jsonl"))
+    (working_dir / "prompts.jsonl").write_text('{"prompt_token_ids": [5, 128], "id": "bad"}\n')
+    options = ("--model", random_models["qwen3_moe"], "--output", "memory://bucket/out")
+    failing = submit(client, working_dir, *options)
+    for job, exit_code, saying in (
+        (refused, 2, "refused: model="),
+        (failing, 1, "request 'bad' failed: token id 128 is outside the vocabulary of 128"),
+    ):
+        assert ended(client, job) == JobStatus.FAILED
+        assert client.get_job_info(job).driver_exit_code == exit_code, client.get_job_logs(job)
+        assert saying in client.get_job_logs(job)
+    assert eventually(lambda: places() == [])

@@ -1,0 +1,172 @@
+"""Pools under a name: launched by one process, used by others at once, ended on purpose or with their owner."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from click.testing import CliRunner
+from expert_pool.cluster import ConfigError, ExpertPool, PoolConfig, RankError, SamplingParams
+from expert_pool.cluster.cli import main
+from expert_pool.cluster.pool import NAMESPACE
+from ray.util.placement_group import placement_group_table
+
+LONG = SamplingParams(max_new_tokens=450, ignore_eos=True)
+LAUNCH_AND_GENERATE = """
+import sys, ray
+from expert_pool.cluster import ExpertPool, PoolConfig, SamplingParams
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+pool = ExpertPool.launch(PoolConfig(model=sys.argv[2], ranks=2), name="owned")
+"""
+CONNECT_AND_GENERATE = """
+import sys
+from expert_pool.cluster import ExpertPool, SamplingParams
+pool = ExpertPool.connect("shared", sys.argv[1])
+"""
+STREAM = """
+sampling = [SamplingParams(max_new_tokens=1)] + [SamplingParams(max_new_tokens=450, ignore_eos=True)] * 40
+for completion in pool.generate([[5, 17]] * 41, sampling):
+    print(completion.index, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+
+
+def eventually(holds: Callable[[], Any], within_s: float = 15.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def nothing_left() -> bool:
+    groups = [group["state"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
+    drivers = [one for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE]
+    return not groups and not drivers and ray.available_resources().get("CPU") == 2
+
+
+def python(program: str, *arguments: str) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, text=True)
+
+
+def expert_pool(*arguments: str, address: str) -> subprocess.CompletedProcess:
+    """A command in a process of its own, on the cluster that the environment names."""
+    return subprocess.run(
+        [sys.executable, "-m", "expert_pool.cluster", *arguments],
+        env={**os.environ, "RAY_ADDRESS": address},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.timeout(300)
+def test_a_detached_pool_serves_several_processes_and_outlives_all_of_them(
+    address, random_models, references, prompts_file, tmp_path
+):
+    model = random_models["qwen3_moe"]
+    launched = expert_pool("launch", "--name", "shared", "--model", model, "--ranks", "2", address=address)
+    assert launched.returncode == 0, launched.stderr
+    assert "pool 'shared' stays" in launched.stderr
+
+    with ExpertPool.connect("shared") as pool:
+        caller = python(CONNECT_AND_GENERATE + STREAM, address)
+        assert caller.stdout.readline() != "", "another driver is served"
+        [own] = pool.generate([[5, 17, 42]], SamplingParams(max_new_tokens=6))
+        assert own.token_ids == references["qwen3_moe"].greedy([5, 17, 42], 6), "while the other one is"
+        assert sum(stats.running + stats.waiting for stats in pool.status().stats) > 0
+
+        caller.kill()
+        assert caller.wait() == -signal.SIGKILL
+        [own] = pool.generate([[5, 17]], SamplingParams(max_new_tokens=200, ignore_eos=True))
+        assert own.num_completion_tokens == 200
+        idle = lambda: all(stats.running + stats.waiting == 0 for stats in pool.status().stats)  # noqa: E731
+        assert eventually(idle), "what the dead caller asked for is dropped"
+        assert sum(stats.generated_tokens for stats in pool.status().stats) < 40 * 450
+
+    output = tmp_path / "out.jsonl"
+    prompts = prompts_file({"prompt_token_ids": [5, 17, 42], "max_new_tokens": 6})
+    job = expert_pool("generate", "--pool", "shared", "--prompts", prompts, "--output", str(output), address=address)
+    assert job.returncode == 0, job.stderr
+    assert json.loads(output.read_text())["token_ids"] == list(references["qwen3_moe"].greedy([5, 17, 42], 6))
+
+    refused = CliRunner().invoke(
+        main, ["generate", "--pool", "shared", "--ranks", "4", "--prompts", prompts, "--output", str(output)]
+    )
+    assert (refused.exit_code, refused.output) == (
+        2,
+        "refused: --pool shared runs already, with settings of its own: leave out --ranks\n",
+    )
+    with pytest.raises(ConfigError, match="a pool named 'shared' is there already"):
+        ExpertPool.launch(PoolConfig(model=model), name="shared")
+    with pytest.raises(ConfigError, match=r"no pool named 'other' .*named pools: shared"):
+        ExpertPool.connect("other")
+
+    shown = CliRunner().invoke(main, ["status", "--pool", "shared"]).output
+    assert shown.startswith(f"pool 'shared': ready, 2 ranks, {model}\nrank 0: process ")
+    assert "\nbatch 0: 0 running, 0 waiting, " in shown
+
+    stream = pool.generate([[5, 17]] * 41, [SamplingParams(max_new_tokens=1)] + [LONG] * 40)
+    next(stream)
+    pids = [place.pid for place in pool.status().places]
+    assert CliRunner().invoke(main, ["shutdown", "--pool", "shared"]).exit_code == 0
+    with pytest.raises(RankError):
+        list(stream)
+    assert eventually(nothing_left)
+    assert not any(map(psutil.pid_exists, pids))
+
+
+@pytest.mark.parametrize("stage", ["starting", "serving"])
+def test_a_pool_ends_with_the_process_that_launched_it(stage, address, random_models):
+    owner = python(
+        LAUNCH_AND_GENERATE.replace('name="owned")', 'name="owned", report=lambda line: print(line, flush=True))')
+        + STREAM,
+        address,
+        random_models["qwen3_moe"],
+    )
+    last = "starting ranks\n" if stage == "starting" else "0\n"
+    assert any(line == last for line in owner.stdout)
+    if stage == "serving":
+        pids = [place.pid for place in ExpertPool.connect("owned").status().places]
+    owner.kill()
+    owner.wait()
+    assert eventually(nothing_left)
+    if stage == "serving":
+        assert not any(map(psutil.pid_exists, pids))
+
+
+def test_a_pool_ends_with_the_actor_that_launched_it_though_the_job_goes_on(address, random_models):
+    class Owner:
+        def launch(self, model: str) -> list[int]:
+            self.pool = ExpertPool.launch(PoolConfig(model=model, ranks=2))
+            return [place.pid for place in self.pool.status().places]
+
+    owner = ray.remote(Owner).options(num_cpus=0).remote()
+    pids = ray.get(owner.launch.remote(random_models["qwen3_moe"]))
+    ray.kill(owner)
+    assert eventually(nothing_left)
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def test_a_detached_pool_needs_a_name_and_a_cluster_that_stays(random_models):
+    config = PoolConfig(model=random_models["qwen3_moe"])
+    with pytest.raises(ConfigError, match="a detached pool needs a name"):
+        ExpertPool.launch(config, detached=True)
+    ray.shutdown()
+    with pytest.raises(ConfigError, match=r"outlives its launcher.*`ray start --head`"):
+        ExpertPool.launch(PoolConfig(model=random_models["qwen3_moe"], address="local"), name="x", detached=True)
+    assert not ray.is_initialized()

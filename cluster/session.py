@@ -73,7 +73,10 @@ def _joined(address: str | None, report: Callable[[str], None]) -> bool:
         ray.init(address=address or "auto", **_QUIET)
     except ConnectionError as error:
         if address is not None:
-            raise ConfigError(f"address={address!r}: no Ray cluster answers there: {error}") from error
+            raise ConfigError(
+                f"address={address!r}: no Ray cluster answers there: {error}. A cluster that asks for Ray's token "
+                "answers those that have it and set RAY_AUTH_MODE=token"
+            ) from error
         return False
     report(f"connected to the Ray cluster at {ray.get_runtime_context().gcs_address}")
     return True

@@ -5,6 +5,8 @@ import os
 # A rank is a process of its own; several of them share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+# Heads that tests start ask for Ray's token, and a process that joins one shows it in this mode alone.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 import json
 from collections.abc import Callable

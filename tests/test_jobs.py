@@ -1,7 +1,6 @@
 """`generate` as a job of Ray's job server: no terminal, exit codes, logs, and an end on demand."""
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ import pytest
 import ray
 from ray.job_submission import JobStatus, JobSubmissionClient
 from ray.util.placement_group import placement_group_table
+from ray_head import ray_head
 
 WAIT_S = 90.0
 
@@ -20,17 +20,10 @@ WAIT_S = 90.0
 @pytest.fixture(scope="module")
 def client() -> Iterator[JobSubmissionClient]:
     """A cluster with a job server, whose head holds two ranks and nothing else."""
-    session = ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=True,
-        dashboard_host="127.0.0.1",
-        dashboard_port=0,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
-    yield JobSubmissionClient(f"http://{session.dashboard_url}")
-    ray.shutdown()
+    with ray_head("--num-cpus=2") as head:
+        ray.init(address=head.address, log_to_driver=False, logging_level="ERROR")
+        yield JobSubmissionClient(head.job_server)
+        ray.shutdown()
 
 
 @pytest.fixture
@@ -45,9 +38,7 @@ def working_dir(tmp_path) -> Path:
 def submit(client: JobSubmissionClient, working_dir: Path, *options: str) -> str:
     """As `ray job submit --working-dir . -- expert-pool generate ...` does."""
     command = [sys.executable, "-m", "expert_pool.cluster", "generate", "--ranks", "2", "--prompts", "prompts.jsonl"]
-    return client.submit_job(
-        entrypoint=" ".join([*command, *options]), runtime_env={"working_dir": str(working_dir)}
-    )
+    return client.submit_job(entrypoint=" ".join([*command, *options]), runtime_env={"working_dir": str(working_dir)})
 
 
 def eventually(holds: Callable[[], Any]) -> bool:

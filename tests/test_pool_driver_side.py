@@ -18,8 +18,8 @@ from expert_pool.cluster import (
 )
 from expert_pool.cluster.driver_state import DriverState, may_follow
 from expert_pool.cluster.failure import describe_failure
-from expert_pool.cluster.tokens import tokenize
 from expert_pool.cluster.router import Router
+from expert_pool.cluster.tokens import tokenize
 from expert_pool.dispatch.errors import ConfigError
 from expert_pool.workers.request import Request
 from hypothesis import given

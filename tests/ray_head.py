@@ -1,0 +1,95 @@
+"""A head node as `ray start` makes it, in processes of its own that are ended one by one.
+
+`ray stop` would end every Ray process of the machine. The folder of its own is what keeps clusters on one machine
+apart: Ray's job supervisor looks there for the cluster that it belongs to, and otherwise takes any that it finds.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+START_S = 60.0
+
+
+class Head(NamedTuple):
+    """A running head: where its GCS is, where its job server is, and its folder."""
+
+    address: str
+    job_server: str
+    folder: Path
+
+
+@contextmanager
+def ray_head(*options: str, environment: dict[str, str] | None = None) -> Iterator[Head]:
+    """Start a head with these further options of `ray start`, and end it with whatever it has started."""
+    folder = Path(tempfile.mkdtemp(prefix="ray"))  # short: the paths of sockets are bounded
+    ports = dict(zip(("dashboard-port", "ray-client-server-port", "port"), _free_ports(3), strict=True))
+    flags = [f"--{name}={port}" for name, port in ports.items()]
+    log = open(folder / "start.log", "w")  # noqa: SIM115 (closed below)
+    process = subprocess.Popen(
+        [
+            *(
+                sys.executable,
+                "-m",
+                "ray.scripts.scripts",
+                "start",
+                "--head",
+                "--block",
+                f"--temp-dir={folder}",
+                *flags,
+            ),
+            *("--dashboard-host=127.0.0.1", "--dashboard-agent-listen-port=0", "--disable-usage-stats", *options),
+        ],
+        env={**os.environ, **(environment or {})},
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + START_S
+        while not (folder / "ray_current_cluster").exists() or not _listens(ports["dashboard-port"]):
+            assert process.poll() is None, (folder / "start.log").read_text()
+            assert time.monotonic() < deadline, (folder / "start.log").read_text()
+            time.sleep(0.2)
+        address = (folder / "ray_current_cluster").read_text().strip()
+        yield Head(address, f"http://127.0.0.1:{ports['dashboard-port']}", folder)
+    finally:
+        _end(process)
+        log.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End a process and all that descend from it, also those that appear while their parents are ended."""
+    while process.poll() is None:
+        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        for member in family:
+            try:
+                member.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(family, timeout=10)
+        process.poll()
+
+
+def _free_ports(count: int) -> list[int]:
+    holders = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [holder.getsockname()[1] for holder in holders]
+    for holder in holders:
+        holder.close()
+    return ports
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -145,7 +145,7 @@ class PartsWriter:
                 lines = list(self._pending)
             if not lines:
                 return
-            name = f"part-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{self._run}-{self._parts:06d}.jsonl"
+            name = f"part-{time.time_ns() // 1_000_000:014d}-{self._run}-{self._parts:06d}.jsonl"  # in order of time
             self._folder.pipe_file(f"{self._path}/{name}", b"".join(lines))
             self._parts += 1
             self._written += len(lines)

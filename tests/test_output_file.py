@@ -1,12 +1,15 @@
-"""The output file: continued where it stopped, never repeated, never mixed up with something else."""
+"""The output, a file or parts in a store: continued where it stopped, never repeated, never mixed up."""
 
 import resource
 import signal
+import time
 
+import fsspec
 import msgspec
 import pytest
-from expert_pool.cluster import ConfigError, ExpertPoolError
-from expert_pool.cluster.output import CompletionWriter
+from expert_pool.cluster import ConfigError, ExpertPoolError, object_output
+from expert_pool.cluster.object_output import PartsWriter
+from expert_pool.cluster.output import CompletionWriter, open_output
 from expert_pool.cluster.output_line import OutputLine
 
 
@@ -126,3 +129,118 @@ def test_our_own_line_cut_anywhere_is_dropped(tmp_path):
         with CompletionWriter(str(path)) as writer:
             assert writer.finished_ids == set(), length
         assert path.read_bytes() == b""
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A folder in a store where objects can be written whole and not appended to, with its URL."""
+    filesystem = fsspec.filesystem("memory")
+    url = f"memory://{tmp_path}/out"
+    yield filesystem, url
+    if filesystem.exists(url):
+        filesystem.rm(url, recursive=True)
+
+
+def parts(store) -> list[list[str]]:
+    filesystem, url = store
+    names = sorted(filesystem.glob(f"{url}/*.jsonl"))
+    return [[msgspec.json.decode(one).get("id") for one in filesystem.cat(name).split(b"\n") if one] for name in names]
+
+
+def test_an_url_gets_parts_that_are_never_touched_again_and_a_path_one_file(store, tmp_path):
+    _, url = store
+    with open_output(url) as writer:
+        writer.write(line("a"))
+        writer.write(line("b"))
+        assert parts(store) == [], "lines are gathered"
+        writer.flush()
+        assert parts(store) == [["a", "b"]]
+        writer.write(line("c"))
+    assert parts(store) == [["a", "b"], ["c"]]
+    with open_output(url) as writer:
+        assert writer.finished_ids == {"a", "b", "c"}
+        writer.flush()
+    assert parts(store) == [["a", "b"], ["c"]], "nothing to add, nothing written"
+    for local in (f"file://{tmp_path}/local.jsonl", f"{tmp_path}/local.jsonl"):
+        with open_output(local) as writer:
+            assert isinstance(writer, CompletionWriter)
+            writer.write(line(local))
+    assert ids(tmp_path / "local.jsonl") == [f"file://{tmp_path}/local.jsonl", f"{tmp_path}/local.jsonl"]
+
+
+def test_finished_requests_reach_the_store_by_themselves_after_a_while_or_once_they_fill_a_part(store, monkeypatch):
+    _, url = store
+
+    def eventually(expected: list[list[str]]) -> bool:
+        deadline = time.monotonic() + 10
+        while parts(store) != expected and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return parts(store) == expected
+
+    with PartsWriter(url, part_s=0.2) as writer:
+        writer.write(line("a"))
+        assert eventually([["a"]])
+    monkeypatch.setattr(object_output, "PART_BYTES", 2000)
+    with PartsWriter(url, part_s=1000) as writer:
+        writer.write(line("b"))
+        writer.write(line("long", num_tokens=1000))
+        assert eventually([["a"], ["b", "long"]])
+
+
+class Unwritable(type(fsspec.filesystem("memory"))):
+    """A store that refuses objects for as long as it is told to."""
+
+    protocol = "unwritable"
+    refuses = False
+
+    def pipe_file(self, path, value, **options):
+        if self.refuses:
+            raise PermissionError("not today")
+        return super().pipe_file(path, value, **options)
+
+
+def test_a_store_that_fails_for_a_while_loses_nothing_and_one_that_goes_on_failing_ends_the_run(store, monkeypatch):
+    fsspec.register_implementation("unwritable", Unwritable, clobber=True)
+    _, url = store
+    url = url.replace("memory:", "unwritable:")
+    monkeypatch.setattr(object_output, "GIVE_UP_S", 0.5)
+    writer = PartsWriter(url)
+    writer.write(line("a"))
+    writer.flush()
+    writer.write(line("b"))
+    monkeypatch.setattr(Unwritable, "refuses", True)
+    with pytest.raises(ExpertPoolError, match="not today; this run wrote 1 finished requests"):
+        writer.close()
+    with pytest.raises(ConfigError, match="cannot be written: PermissionError: not today"):
+        PartsWriter(url)
+    monkeypatch.setattr(Unwritable, "refuses", False)
+    with PartsWriter(url, part_s=0.05) as writer:
+        assert writer.finished_ids == {"a"}
+        monkeypatch.setattr(Unwritable, "refuses", True)
+        writer.write(line("b"))
+        time.sleep(0.3)
+        writer.write(line("c"))  # refused for less than the bound
+        time.sleep(0.5)
+        with pytest.raises(ExpertPoolError, match="not today"):
+            writer.write(line("d"))
+        monkeypatch.setattr(Unwritable, "refuses", False)
+    with PartsWriter(url) as writer:
+        assert writer.finished_ids == {"a", "b", "c"}
+
+
+def test_a_part_of_something_else_one_cut_short_and_an_unknown_store(store):
+    filesystem, url = store
+    with PartsWriter(url) as writer:
+        writer.write(line("a"))
+    whole = filesystem.cat(filesystem.glob(f"{url}/*.jsonl")[0])
+    filesystem.pipe_file(f"{url}/part-9.jsonl", whole + whole[:20])
+    with PartsWriter(url) as writer:
+        assert writer.finished_ids == {"a"}
+    filesystem.pipe_file(f"{url}/part-9.jsonl", b"notes\n")
+    with pytest.raises(ConfigError, match=r"part-9.jsonl, line 1: not a completion of this tool"):
+        PartsWriter(url)
+    filesystem.pipe_file(f"{url}2", b"")
+    with pytest.raises(ConfigError, match="is one object"):
+        PartsWriter(f"{url}2")
+    with pytest.raises(ConfigError, match=r"--output nosuch://x: .*nosuch"):
+        open_output("nosuch://x")

@@ -144,9 +144,13 @@ def test_rooms_in_the_architecture_are_files_of_the_house():
     assert missing == []
 
 
-def test_options_in_the_readme_are_options_of_the_command_line():
+@pytest.mark.parametrize("document", ["README.md", "docs/operations.md"])
+def test_options_in_a_document_are_options_of_the_command_line(document):
     known = {option for command in main.commands.values() for one in command.params for option in one.opts}
-    commands = re.findall(r"^expert-pool .*|`--[^`]*`", text_of("README.md"), re.MULTILINE)
+    commands = re.findall(
+        r"^(?:.* -- )?(expert-pool .*)|`(--[^`]*|expert-pool [^`]*)`", text_of(document), re.MULTILINE
+    )
+    commands = ["".join(found) for found in commands]
     named = {option for command in commands for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", command)}
     assert named
     assert named - known == set()

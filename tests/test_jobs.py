@@ -20,7 +20,8 @@ WAIT_S = 90.0
 @pytest.fixture(scope="module")
 def client() -> Iterator[JobSubmissionClient]:
     """A cluster with a job server, whose head holds two ranks and nothing else."""
-    with ray_head("--num-cpus=2") as head:
+    # Where other work shares the cores, three seconds are too few for an orderly end.
+    with ray_head("--num-cpus=2", environment={"RAY_JOB_STOP_WAIT_TIME_S": "30"}) as head:
         ray.init(address=head.address, log_to_driver=False, logging_level="ERROR")
         yield JobSubmissionClient(head.job_server)
         ray.shutdown()

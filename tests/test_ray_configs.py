@@ -1,4 +1,4 @@
-"""`ray_configs/`: cluster files by Ray's own checks, KubeRay manifests by their definitions, the detached pool."""
+"""`ray_configs/`: cluster files by Ray's own checks, KubeRay manifests by their definitions, the script."""
 
 import copy
 import os
@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 import ray
 import yaml
-from expert_pool.cluster import load_config
+from expert_pool.cluster import ExpertPool, PoolConfig, load_config
 from expert_pool.cluster.cli import main as command_line
 from kuberay_fields import problems_of
 from packaging.requirements import Requirement
@@ -22,7 +22,6 @@ from ray._private.label_utils import validate_node_label_syntax, validate_node_l
 from ray.autoscaler._private.node_provider_availability_tracker import NodeAvailabilitySummary
 from ray.autoscaler._private.resource_demand_scheduler import _default_utilization_scorer, get_nodes_for
 from ray.autoscaler._private.util import prepare_config, validate_config
-from ray.util.placement_group import placement_group_table
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RAY_CONFIGS = REPOSITORY / "ray_configs"
@@ -193,17 +192,21 @@ def test_the_image_of_the_manifests_holds_the_package():
         assert [one["image"] for one in group["template"]["spec"]["containers"]] == [tag]
 
 
-def test_the_job_runs_a_command_that_there_is_and_its_files_are_in_the_image():
-    program, name, *options = shlex.split(manifest("rayjob")["spec"]["entrypoint"])
+@pytest.mark.parametrize("name", ["rayjob", "detached_pool"])
+def test_the_job_runs_a_command_that_there_is_and_its_files_are_in_the_image(name):
+    program, command_name, *options = shlex.split(manifest(name)["spec"]["entrypoint"])
     assert program in PROJECT["project"]["scripts"]
-    command = command_line.commands[name]
-    parsed = command.make_context(name, options).params
+    command = command_line.commands[command_name]
+    parsed = command.make_context(command_name, options).params
     assert (RAY_CONFIGS.parent / parsed["config_path"].removeprefix(IMAGE)).is_file()
-    program, script, *_, path = shlex.split(manifest("detached_pool")["spec"]["entrypoint"])
-    assert program == "python"
-    assert all((REPOSITORY / file.removeprefix(IMAGE)).is_file() for file in (script, path))
+
+
+def test_the_pool_that_stays_is_in_the_cluster_of_the_manifest():
     selected = manifest("detached_pool")["spec"]["clusterSelector"]
     assert selected == {"ray.io/cluster": manifest("raycluster")["metadata"]["name"]}
+    comments = (RAY_CONFIGS / "kuberay" / "detached_pool.yaml").read_text("utf-8")
+    for command_name, *options in map(shlex.split, re.findall(r"^#   .* -- expert-pool (.*)$", comments, re.MULTILINE)):
+        command_line.commands[command_name].make_context(command_name, options)
 
 
 def test_the_readme_beside_the_files_names_each_of_them_and_nothing_else():
@@ -215,45 +218,30 @@ def test_the_readme_beside_the_files_names_each_of_them_and_nothing_else():
     assert files - named == {RAY_CONFIGS / "README.md"}
 
 
-def detached_pool(*arguments: str, address: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, str(RAY_CONFIGS / "detached_pool.py"), *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, "RAY_ADDRESS": address},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-def places() -> list[str]:
-    return [group["state"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
-
-
-@pytest.mark.timeout(400)
-def test_a_detached_pool_outlives_the_process_that_started_it(tmp_path):
-    """Started, used twice and stopped by four processes that know nothing but its name."""
-    config = tmp_path / "pool.yaml"
-    config.write_text(yaml.safe_dump({"model": str(REPOSITORY / "examples/tiny_moe"), "ranks": 2}))
+def test_the_script_uses_a_pool_that_stays():
+    """`expert-pool launch` and `shutdown` are tested with the pools that have a name."""
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+
+    def script(name: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, str(RAY_CONFIGS / "detached_pool.py"), name, 'A "break" statement executed in the first'],
+            env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
     try:
-        address = ray.get_runtime_context().gcs_address
-        start = ("start", "--name", "tiny", "--config", str(config))
-        started = detached_pool(*start, address=address)
-        assert started.stdout == "pool 'tiny' is ready\n", started.stderr
-        assert places() == ["CREATED"]
-        for _ in range(2):
-            used = detached_pool(
-                "generate", "--name", "tiny", "--max-new-tokens", "6", 'The "for" statement', address=address
-            )
-            assert used.stdout == 'The "for" statement is used to iterate over\n', used.stderr
-        assert detached_pool(*start, address=address).returncode == 1
-        assert places() == ["CREATED"]
-        stopped = detached_pool("stop", "--name", "tiny", address=address)
-        assert stopped.returncode == 0, stopped.stderr
-        assert places() == []
-        gone = detached_pool("generate", "--name", "tiny", "x", address=address)
+        config = PoolConfig(model=str(REPOSITORY / "examples/tiny_moe"), ranks=2)
+        pool = ExpertPool.launch(config, name="tiny", detached=True)
+        used = script("tiny")
+        assert used.stdout.startswith('A "break" statement executed in the first suite terminates the loop'), (
+            used.stderr
+        )
+        assert pool.status().state == "ready"
+        gone = script("other")
         assert gone.returncode == 1
-        assert gone.stderr.splitlines()[-1].startswith("failed: ")
+        assert gone.stderr.splitlines()[-1].startswith("failed: no pool named 'other' runs in this cluster")
+        pool.shutdown()
     finally:
         ray.shutdown()

@@ -57,11 +57,10 @@ def ray_head(*options: str, environment: dict[str, str] | None = None) -> Iterat
     )
     try:
         deadline = time.monotonic() + START_S
-        while not (folder / "ray_current_cluster").exists() or not _listens(ports["dashboard-port"]):
+        while not (address := _address_in(folder)) or not _listens(ports["dashboard-port"]):
             assert process.poll() is None, (folder / "start.log").read_text()
             assert time.monotonic() < deadline, (folder / "start.log").read_text()
             time.sleep(0.2)
-        address = (folder / "ray_current_cluster").read_text().strip()
         yield Head(address, f"http://127.0.0.1:{ports['dashboard-port']}", folder)
     finally:
         _end(process)
@@ -80,6 +79,11 @@ def _end(process: subprocess.Popen) -> None:
                 continue
         psutil.wait_procs(family, timeout=10)
         process.poll()
+
+
+def _address_in(folder: Path) -> str:
+    file = folder / "ray_current_cluster"
+    return file.read_text().strip() if file.exists() else ""
 
 
 def _free_ports(count: int) -> list[int]:

@@ -4,6 +4,7 @@
 apart: Ray's job supervisor looks there for the cluster that it belongs to, and otherwise takes any that it finds.
 """
 
+import json
 import os
 import shutil
 import socket
@@ -14,9 +15,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
+from ray.util import get_node_ip_address
 
 START_S = 60.0
 
@@ -30,11 +32,23 @@ class Head(NamedTuple):
 
 
 @contextmanager
-def ray_head(*options: str, environment: dict[str, str] | None = None) -> Iterator[Head]:
-    """Start a head with these further options of `ray start`, and end it with whatever it has started."""
+def ray_head(
+    *options: str, environment: dict[str, str] | None = None, autoscaling: dict[str, Any] | None = None
+) -> Iterator[Head]:
+    """Start a head, and end it with whatever it has started.
+
+    Args:
+        options: further ones of `ray start`.
+        environment: variables over those of this process.
+        autoscaling: a cluster file for the autoscaler, over the fake node provider, which is told the head's address.
+    """
     folder = Path(tempfile.mkdtemp(prefix="ray"))  # short: the paths of sockets are bounded
     ports = dict(zip(("dashboard-port", "ray-client-server-port", "port"), _free_ports(3), strict=True))
     flags = [f"--{name}={port}" for name, port in ports.items()]
+    if autoscaling is not None:
+        provider = {"type": "fake_multinode", "gcs_address": f"{get_node_ip_address()}:{ports['port']}"}
+        (folder / "autoscaling.yaml").write_text(json.dumps({**autoscaling, "provider": provider}))
+        flags.append(f"--autoscaling-config={folder / 'autoscaling.yaml'}")
     log = open(folder / "start.log", "w")  # noqa: SIM115 (closed below)
     process = subprocess.Popen(
         [

@@ -3,7 +3,6 @@
 Not part of the suite: `make test-autoscaler`.
 """
 
-import json
 import time
 from collections.abc import Iterator
 
@@ -21,7 +20,6 @@ CONFIG = {
     "max_workers": 2,
     "upscaling_speed": 1.0,
     "idle_timeout_minutes": 0.1,
-    "provider": {"type": "fake_multinode"},
     "available_node_types": {"ray.head.default": HEAD, "workers": WORKERS},
     "head_node_type": "ray.head.default",
     "auth": {},
@@ -43,10 +41,8 @@ ENVIRONMENT = {"AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_FAKE_CLUSTER": "1", "RA
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    config = tmp_path_factory.mktemp("autoscaler") / "config.yaml"
-    config.write_text(json.dumps(CONFIG))
-    with ray_head("--num-cpus=0", f"--autoscaling-config={config}", environment=ENVIRONMENT) as head:
+def session() -> Iterator[None]:
+    with ray_head("--num-cpus=0", environment=ENVIRONMENT, autoscaling=CONFIG) as head:
         ray.init(address=head.address, log_to_driver=False, logging_level="ERROR")
         yield
         ray.shutdown()

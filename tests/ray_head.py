@@ -46,7 +46,9 @@ def ray_head(
     ports = dict(zip(("dashboard-port", "ray-client-server-port", "port"), _free_ports(3), strict=True))
     flags = [f"--{name}={port}" for name, port in ports.items()]
     if autoscaling is not None:
-        provider = {"type": "fake_multinode", "gcs_address": f"{get_node_ip_address()}:{ports['port']}"}
+        head = f"{get_node_ip_address()}:{ports['port']}"
+        # All nodes are on one machine, so their addresses do not tell them apart.
+        provider = {"type": "fake_multinode", "use_node_id_as_ip": True, "gcs_address": head}
         (folder / "autoscaling.yaml").write_text(json.dumps({**autoscaling, "provider": provider}))
         flags.append(f"--autoscaling-config={folder / 'autoscaling.yaml'}")
     log = open(folder / "start.log", "w")  # noqa: SIM115 (closed below)

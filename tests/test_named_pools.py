@@ -127,7 +127,7 @@ def test_a_detached_pool_serves_several_processes_and_outlives_all_of_them(
     with pytest.raises(RankError):
         list(stream)
     assert eventually(nothing_left)
-    assert not any(map(psutil.pid_exists, pids))
+    assert eventually(lambda: not any(map(psutil.pid_exists, pids)))
 
 
 @pytest.mark.parametrize("stage", ["starting", "serving"])
@@ -146,7 +146,7 @@ def test_a_pool_ends_with_the_process_that_launched_it(stage, address, random_mo
     owner.wait()
     assert eventually(nothing_left)
     if stage == "serving":
-        assert not any(map(psutil.pid_exists, pids))
+        assert eventually(lambda: not any(map(psutil.pid_exists, pids)))
 
 
 def test_a_pool_ends_with_the_actor_that_launched_it_though_the_job_goes_on(address, random_models):
@@ -159,7 +159,7 @@ def test_a_pool_ends_with_the_actor_that_launched_it_though_the_job_goes_on(addr
     pids = ray.get(owner.launch.remote(random_models["qwen3_moe"]))
     ray.kill(owner)
     assert eventually(nothing_left)
-    assert not any(map(psutil.pid_exists, pids))
+    assert eventually(lambda: not any(map(psutil.pid_exists, pids)))
 
 
 def test_a_detached_pool_needs_a_name_and_a_cluster_that_stays(random_models):

@@ -117,8 +117,8 @@ def test_a_detached_pool_serves_several_processes_and_outlives_all_of_them(
         ExpertPool.connect("other")
 
     shown = CliRunner().invoke(main, ["status", "--pool", "shared"]).output
-    assert shown.startswith(f"pool 'shared': ready, 2 ranks, {model}\nrank 0: process ")
-    assert "\nbatch 0: 0 running, 0 waiting, " in shown
+    assert shown.startswith(f"pool 'shared', {model}\nready: 2 ranks on 1 node(s)\n")
+    assert "unfinished" not in shown
 
     stream = pool.generate([[5, 17]] * 41, [SamplingParams(max_new_tokens=1)] + [LONG] * 40)
     next(stream)

@@ -9,6 +9,7 @@ import kill_scene
 import pytest
 import ray
 from expert_pool.cluster import ExpertPool, PlacementConfig, PlacementError
+from expert_pool.cluster.pool import _get
 from kill_scene import Scene, config_of
 from ray.cluster_utils import Cluster
 
@@ -32,9 +33,11 @@ def cluster() -> Iterator[Cluster]:
     started.shutdown()
 
 
-def end_a_node(cluster: Cluster) -> None:
-    """Its raylet and all its processes are killed."""
-    cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+def end_a_node(cluster: Cluster, pool: ExpertPool) -> None:
+    """Its raylet and all its processes are killed; the driver actor is on another one."""
+    of_driver = _get(pool._driver.__ray_call__.remote(lambda driver: ray.get_runtime_context().get_node_id()))
+    node = next(node for node in cluster.worker_nodes if node.node_id != of_driver)
+    cluster.remove_node(node, allow_graceful=False)
 
 
 def test_a_pool_goes_on_with_fewer_ranks_and_grows_again_when_there_is_a_node(cluster, random_models, tmp_path):
@@ -42,7 +45,7 @@ def test_a_pool_goes_on_with_fewer_ranks_and_grows_again_when_there_is_a_node(cl
     config = config_of(random_models["qwen3_moe"], 4, min_ranks=1, placement=PlacementConfig(timeout_s=20))
     with ExpertPool.launch(config, report=lines.append) as pool:
         scene = Scene(pool, tmp_path, seed=5)
-        assert scene.answers(then=lambda: end_a_node(cluster)) == scene.expected
+        assert scene.answers(then=lambda: end_a_node(cluster, pool)) == scene.expected
         status = pool.status()
         assert (status.state, len(status.places)) == ("ready", 2)
         assert any("going on with 2 ranks, as min_ranks=1 allows" in line for line in lines)
@@ -58,7 +61,7 @@ def test_a_pool_goes_back_to_all_its_ranks_when_another_node_comes(cluster, rand
         scene = Scene(pool, tmp_path, seed=6)
 
         def replace_a_node() -> None:
-            end_a_node(cluster)
+            end_a_node(cluster, pool)
             cluster.add_node(num_cpus=2)
 
         assert scene.answers(then=replace_a_node) == scene.expected
@@ -71,7 +74,7 @@ def test_without_enough_places_the_pool_fails_with_what_happened(cluster, random
     with ExpertPool.launch(config) as pool:
         completions = pool.generate([[5, 17]] * 8)
         next(completions)
-        end_a_node(cluster)
+        end_a_node(cluster, pool)
         with pytest.raises(PlacementError, match=r"2 of 4 bundles placed.* was restarted 1 times.*died"):
             list(pool.generate([[5, 17]] * 8))
         assert pool.status().state == "failed"

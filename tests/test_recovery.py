@@ -30,7 +30,7 @@ from ray.util.placement_group import placement_group_table
 
 FULL_MATRIX = os.environ.get("EXPERT_POOL_FULL_MATRIX") == "1"
 RANKS = 4 if FULL_MATRIX else 2
-SAMPLE = ["SIGKILL during prefill", "SIGKILL inside capture", "SIGSTOP during decode", "an exception in a layer"]
+SAMPLE = ["SIGKILL during prefill", "SIGKILL inside capture", "SIGSTOP during decode"]
 CASES = [(fault, seed) for fault in FAULTS for seed in range(5)] if FULL_MATRIX else [(fault, 0) for fault in SAMPLE]
 
 
@@ -47,18 +47,39 @@ def placement_groups() -> set[str]:
     return {key for key, group in placement_group_table().items() if group["state"] != "REMOVED"}
 
 
-def nothing_is_left() -> bool:
-    return psutil.wait_procs(rank_processes(), timeout=10)[1] == [] and placement_groups() == set()
+class Left:
+    """What there is of processes and placement groups beyond what was there before."""
+
+    def __init__(self) -> None:
+        self._processes, self._groups = set(rank_processes()), placement_groups()
+
+    def processes(self) -> set[psutil.Process]:
+        return set(rank_processes()) - self._processes
+
+    def groups(self) -> set[str]:
+        return placement_groups() - self._groups
+
+    def is_nothing(self) -> bool:
+        return psutil.wait_procs(list(self.processes()), timeout=10)[1] == [] and self.groups() == set()
+
+
+@pytest.fixture
+def left(session: None) -> Iterator[Left]:
+    """Checks that a test leaves nothing behind."""
+    left = Left()
+    yield left
+    assert left.is_nothing()
 
 
 @pytest.fixture(scope="module")
 def scene(session: None, random_models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     """One pool that all faults of ranks happen to."""
+    left = Left()
     lines: list[tuple[float, str]] = []
     config = config_of(random_models["qwen3_moe"], RANKS)
     with ExpertPool.launch(config, report=lambda line: lines.append((time.time(), line))) as pool:
         yield Scene(pool, tmp_path_factory.mktemp("stamps"), seed=7, lines=lines)
-    assert nothing_is_left()
+    assert left.is_nothing()
 
 
 @pytest.mark.parametrize(("fault", "seed"), CASES)
@@ -74,10 +95,31 @@ def report(row: str) -> None:
     path = os.environ.get("EXPERT_POOL_KILL_REPORT")
     if path:
         with Path(path).open("a") as file:
+            if file.tell() == 0:
+                file.write(
+                    "| fault | seed | seconds until it was known | until the pool served again |\n|---|---|---|---|\n"
+                )
             file.write(row + "\n")
 
 
-def test_a_pool_grows_and_shrinks_under_load(session, random_models, tmp_path):
+@pytest.mark.skipif(not FULL_MATRIX, reason="a part of make test-kill-matrix")
+def test_a_process_that_dies_in_the_first_start_is_replaced(left, random_models):
+    lines: list[str] = []
+    there = {process.pid for process in rank_processes()}
+
+    def kill_one(line: str) -> None:
+        lines.append(line)
+        if line.startswith("loading") and len([one for one in lines if one.startswith("loading")]) == 1:
+            next(process for process in rank_processes() if process.pid not in there).kill()
+
+    with ExpertPool.launch(config_of(random_models["qwen3_moe"], 2), report=kill_one) as pool:
+        status = pool.status()
+        assert (status.state, status.restarts) == ("ready", 1)
+        assert any("; restarting (1 of 1000)" in line for line in lines)
+        assert len(list(pool.generate([[5], [6]], SamplingParams(max_new_tokens=2)))) == 2
+
+
+def test_a_pool_grows_and_shrinks_under_load(left, random_models, tmp_path):
     config = config_of(random_models["qwen3_moe"], 2, max_ranks=4)
     with ExpertPool.launch(config) as pool:
         scene = Scene(pool, tmp_path, seed=3)
@@ -90,23 +132,22 @@ def test_a_pool_grows_and_shrinks_under_load(session, random_models, tmp_path):
             status = pool.status()
             assert (status.state, len(status.places), status.restarts) == ("ready", ranks, 0)
             assert pool.rank_config.layout.world_size == ranks
-            assert len(rank_processes()) == ranks
-            assert len(placement_groups()) == 1
-    assert nothing_is_left()
+            assert len(left.processes()) == ranks
+            assert len(left.groups()) == 1
 
 
-def test_more_ranks_than_there_are_places_leave_the_pool_as_it_is(session, random_models):
+def test_more_ranks_than_there_are_places_leave_the_pool_as_it_is(left, random_models):
     placement = PlacementConfig(cpus_per_rank=2, timeout_s=1.0)
     with ExpertPool.launch(config_of(random_models["qwen3_moe"], 1, placement=placement)) as pool:
         process = pool.status().places[0].pid
         with pytest.raises(PlacementError, match=r"no place .* within placement.timeout_s=1: 0 of 7 bundles placed"):
             pool.resize(8)
         assert [place.pid for place in pool.status().places] == [process]
-        assert len(placement_groups()) == 1
+        assert len(left.groups()) == 1
         assert len(list(pool.generate([[5]], SamplingParams(max_new_tokens=2)))) == 1
 
 
-def test_a_rank_that_fails_again_and_again_ends_the_pool_with_what_happened_each_time(session, random_models, tmp_path):
+def test_a_rank_that_fails_again_and_again_ends_the_pool_with_what_happened_each_time(left, random_models, tmp_path):
     def on_line(line: str) -> None:
         if line.startswith("ready"):
             ready.append(line)
@@ -129,10 +170,9 @@ def test_a_rank_that_fails_again_and_again_ends_the_pool_with_what_happened_each
         assert (status.state, status.restarts, status.last_failure) == ("failed", 1, cause)
         with pytest.raises(RankError, match="injected failure"):
             list(pool.generate([[5]]))
-    assert nothing_is_left()
 
 
-def test_ranks_that_disagree_are_not_started_again(session, random_models):
+def test_ranks_that_disagree_are_not_started_again(left, random_models):
     with ExpertPool.launch(config_of(random_models["qwen3_moe"], 2)) as pool:
         completions = pool.generate([[5, 17]] * 8, SamplingParams(max_new_tokens=400, ignore_eos=True))
         on_rank(pool, 1, inject, other_expert_backend)
@@ -140,7 +180,6 @@ def test_ranks_that_disagree_are_not_started_again(session, random_models):
             list(completions)
         status = pool.status()
         assert (status.state, status.restarts) == ("failed", 0)
-    assert nothing_is_left()
 
 
 def test_pauses_double_up_to_their_bound_and_old_restarts_no_longer_count():

@@ -7,7 +7,7 @@ SOURCES := cluster workers dispatch graphs tests benchmarks examples ray_configs
 TORCH ?= torch==2.13.0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install run test test-matrix test-faults test-kill-matrix test-autoscaler lint format types bench clean
+.PHONY: install run test test-matrix test-faults test-kill-matrix test-long test-autoscaler lint format types bench clean
 
 install: $(VENV)/.installed
 
@@ -34,6 +34,9 @@ test-faults: install  ## every fault at capture and in a step, on 2 and 4 ranks;
 test-kill-matrix: install  ## ranks end in every way, five times each at random steps; half an hour on 2 cores
 	EXPERT_POOL_FULL_MATRIX=1 EXPERT_POOL_KILL_REPORT=kill-matrix.md $(BIN)/python -m pytest tests/test_recovery.py \
 		tests/test_lost_nodes.py
+
+test-long: install  ## cases like those of the suite, on more ranks or at another place
+	$(BIN)/python -m pytest -m long
 
 test-autoscaler: install  ## Ray's real autoscaler over its fake node provider; ends only processes that it started
 	$(BIN)/python -m pytest -m autoscaler tests/test_autoscaler.py

@@ -137,7 +137,7 @@ def agree(engine: RankEngine, readings: list[MemoryReading], config: RankConfig)
         return str(error)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_all_ranks_take_what_fits_on_the_fullest(ranks, random_models):
     config = on_gpus(random_models["qwen3_moe"], ranks=ranks, dispatch="allgather")
     one = block_bytes(config)

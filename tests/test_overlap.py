@@ -87,7 +87,7 @@ def test_requests_end_as_they_would_without_overlap(sizes, chunk, running, block
     assert under_test.num_free_blocks == blocks
 
 
-LAYOUTS = [Layout(1, 1), Layout(2, 1), Layout(2, 2), Layout(4, 2)]
+LAYOUTS = [Layout(1, 1), Layout(2, 1), Layout(2, 2), pytest.param(Layout(4, 2), marks=pytest.mark.long)]
 PROMPTS = [[5, 17, 42], [9], [100, 3] * 12, [64], list(range(2, 50)), [7, 7, 7], [1] * 30]
 SAMPLING = [
     SamplingParams(max_new_tokens=20, ignore_eos=True),

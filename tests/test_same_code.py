@@ -60,7 +60,7 @@ def other_code(tmp_path: Path) -> dict[str, str]:
     return environment_of(folder)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_rank_with_other_code_is_found_by_every_rank_before_a_process_group(ranks, other_code, tiny_moe, tmp_path):
     config = tmp_path / "config.json"
     rank_config = resolve(PoolConfig(model=tiny_moe, ranks=ranks), inspect_model(tiny_moe))

@@ -28,7 +28,10 @@ def said_of_config(refused, prompts_file, random_models, tmp_path):
     ("text", "complaint"),
     [
         ("model: MODEL\nrank: 2", "--config FILE: unknown key rank: did you mean ranks?"),
-        ("model: MODEL\nxyz: 2", "--config FILE: unknown key xyz: known: model, ranks, attn_tp_size, dtype"),
+        (
+            "model: MODEL\nxyz: 2",
+            "--config FILE: unknown key xyz: known: model, ranks, min_ranks, max_ranks, attn_tp_size, dtype",
+        ),
         (
             "model: MODEL\nlimits: {chunk_prefill_size: 5}",
             "unknown key limits.chunk_prefill_size: did you mean limits.chunked_prefill_size?",

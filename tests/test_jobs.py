@@ -17,6 +17,9 @@ from ray_head import ray_head
 WAIT_S = 90.0
 
 
+pytestmark = pytest.mark.long
+
+
 @pytest.fixture(scope="module")
 def client() -> Iterator[JobSubmissionClient]:
     """A cluster with a job server, whose head holds two ranks and nothing else."""

@@ -44,6 +44,7 @@ def test_all_ranks_are_in_one_domain_though_another_node_has_as_many_places(doma
     assert nodes == sorted(nodes), "neighbours are on one node"
 
 
+@pytest.mark.long
 def test_a_pool_that_no_domain_holds_waits_and_fails_with_what_each_has(domain_of):
     placement = Placement(5, {"CPU": 1}, 1, LABEL)
     with pytest.raises(PlacementError) as refusal:
@@ -55,6 +56,7 @@ def test_a_pool_that_no_domain_holds_waits_and_fails_with_what_each_has(domain_o
     assert placement.group is None
 
 
+@pytest.mark.long
 def test_without_a_label_ranks_are_anywhere_and_neighbours_are_on_one_node(domain_of):
     placement = Placement(7, {"CPU": 1}, 30)
     asyncio.run(acquire(placement))

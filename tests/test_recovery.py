@@ -30,7 +30,7 @@ from ray.util.placement_group import placement_group_table
 
 FULL_MATRIX = os.environ.get("EXPERT_POOL_FULL_MATRIX") == "1"
 RANKS = 4 if FULL_MATRIX else 2
-SAMPLE = ["SIGKILL during prefill", "SIGKILL inside capture", "SIGSTOP during decode"]
+SAMPLE = ["SIGKILL during prefill", "SIGSTOP during decode"]
 CASES = [(fault, seed) for fault in FAULTS for seed in range(5)] if FULL_MATRIX else [(fault, 0) for fault in SAMPLE]
 
 
@@ -136,6 +136,7 @@ def test_a_pool_grows_and_shrinks_under_load(left, random_models, tmp_path):
             assert len(left.groups()) == 1
 
 
+@pytest.mark.long
 def test_more_ranks_than_there_are_places_leave_the_pool_as_it_is(left, random_models):
     placement = PlacementConfig(cpus_per_rank=2, timeout_s=1.0)
     with ExpertPool.launch(config_of(random_models["qwen3_moe"], 1, placement=placement)) as pool:
@@ -147,6 +148,7 @@ def test_more_ranks_than_there_are_places_leave_the_pool_as_it_is(left, random_m
         assert len(list(pool.generate([[5]], SamplingParams(max_new_tokens=2)))) == 1
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_again_and_again_ends_the_pool_with_what_happened_each_time(left, random_models, tmp_path):
     def on_line(line: str) -> None:
         if line.startswith("ready"):

@@ -29,10 +29,10 @@ test-matrix: install  ## every family, layout and dispatch against Transformers;
 		tests/test_draft_replay.py
 
 test-faults: install  ## every fault at capture and in a step, on 2 and 4 ranks; the suite holds a seeded sample
-	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest tests/test_capture_faults.py
+	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest -m "not autoscaler" tests/test_capture_faults.py
 
 test-kill-matrix: install  ## ranks end in every way, five times each at random steps; half an hour on 2 cores
-	EXPERT_POOL_FULL_MATRIX=1 EXPERT_POOL_KILL_REPORT=kill-matrix.md $(BIN)/python -m pytest tests/test_recovery.py \
+	EXPERT_POOL_FULL_MATRIX=1 EXPERT_POOL_KILL_REPORT=kill-matrix.md $(BIN)/python -m pytest -m "not autoscaler" tests/test_recovery.py \
 		tests/test_lost_nodes.py
 
 test-long: install  ## cases like those of the suite, on more ranks or at another place

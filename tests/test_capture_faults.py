@@ -298,7 +298,7 @@ def test_a_rank_that_ends_inside_capture_is_named_and_takes_no_rank_into_a_hang(
 
 
 @pytest.mark.parametrize("ranks", [2, 4] if FULL_MATRIX else [2])
-@pytest.mark.parametrize("by", ["raising", "dying"])
+@pytest.mark.parametrize("by", ["raising", pytest.param("dying", marks=pytest.mark.long)])
 def test_a_rank_that_ends_inside_a_step_is_named_on_every_survivor(by, ranks, session, random_models):
     with ExpertPool.launch(config_of(random_models["qwen3_moe"], ranks)) as pool:
         processes = [psutil.Process(place.pid) for place in pool.status().places]
@@ -388,7 +388,7 @@ def disagree_while_running(engine: RankEngine, fault: Fault, faulty_rank: int) -
     return message, seconds, rest.token_ids
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=lambda ranks: f"{ranks}ranks")
+@pytest.fixture(scope="module", params=[2, 4] if FULL_MATRIX else [2], ids=lambda ranks: f"{ranks}ranks")
 def gang(request: pytest.FixtureRequest, random_models: dict[str, str]) -> Iterator[RankGang]:
     with RankGang(config_of(random_models["qwen3_moe"], request.param)) as ranks:
         yield ranks

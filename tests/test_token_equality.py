@@ -34,9 +34,9 @@ def cases() -> list[tuple[str, int, int, str]]:
         if ranks > 1 or dispatch == "allgather"
     ]
     whole = os.environ.get("EXPERT_POOL_FULL_MATRIX") == "1"
-    chosen = random.Random(2)  # a seed whose sample has every layout with every dispatch
+    chosen = random.Random(216)  # a seed whose sample has every layout with every dispatch
     return [
-        (family, *case) for family in FAMILIES for case in (layouts if whole else sorted(chosen.sample(layouts, 3)))
+        (family, *case) for family in FAMILIES for case in (layouts if whole else sorted(chosen.sample(layouts, 2)))
     ]
 
 

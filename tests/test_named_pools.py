@@ -130,7 +130,8 @@ def test_a_detached_pool_serves_several_processes_and_outlives_all_of_them(
     assert eventually(lambda: not any(map(psutil.pid_exists, pids)))
 
 
-@pytest.mark.parametrize("stage", [pytest.param("starting", marks=pytest.mark.long), "serving"])
+@pytest.mark.long
+@pytest.mark.parametrize("stage", ["starting", "serving"])
 def test_a_pool_ends_with_the_process_that_launched_it(stage, address, random_models):
     owner = python(
         LAUNCH_AND_GENERATE.replace('name="owned")', 'name="owned", report=lambda line: print(line, flush=True))')

@@ -143,6 +143,7 @@ def test_every_metric_of_the_dashboard_is_one_that_the_pool_registers():
             assert {tag.strip() for tag in tags.split(",")} <= known | {"pool", "le"}
 
 
+@pytest.mark.long
 def test_a_trace_has_every_step_of_every_rank_on_one_clock(pool, tmp_path, tiny_moe, prompts_file):
     path, output = tmp_path / "trace.json", tmp_path / "out.jsonl"
     prompts = prompts_file(*({"id": str(index), "prompt": "def f("} for index in range(3)))

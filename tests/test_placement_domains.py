@@ -34,6 +34,7 @@ def nodes_in_rank_order(placement: Placement) -> list[str]:
     return [nodes[bundle] for bundle in placement.rank_order()]
 
 
+@pytest.mark.long
 def test_all_ranks_are_in_one_domain_though_another_node_has_as_many_places(domain_of):
     placement = Placement(4, {"CPU": 1}, 30, LABEL)
     asyncio.run(acquire(placement))

@@ -128,6 +128,7 @@ def test_a_rank_that_stalls_is_named_within_the_step_timeout(random_models):
         assert placement_groups() == set()
 
 
+@pytest.mark.long
 def test_status_answers_for_the_ranks_that_can(random_models):
     with ExpertPool.launch(PoolConfig(model=random_models["qwen3_moe"], ranks=2)) as pool:
         os.kill(pool.status().places[1].pid, signal.SIGSTOP)

@@ -50,6 +50,7 @@ def session() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.mark.long
 def test_every_rank_sees_what_the_launching_process_and_the_configuration_set(session, random_models, monkeypatch):
     monkeypatch.setenv("NCCL_POOL_TEST", "from the launching process")
     monkeypatch.setenv("TRITON_POOL_TEST", "is overridden")

@@ -218,6 +218,7 @@ def test_the_readme_beside_the_files_names_each_of_them_and_nothing_else():
     assert files - named == {RAY_CONFIGS / "README.md"}
 
 
+@pytest.mark.long
 def test_the_script_uses_a_pool_that_stays():
     """`expert-pool launch` and `shutdown` are tested with the pools that have a name."""
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")

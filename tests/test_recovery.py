@@ -30,7 +30,7 @@ from ray.util.placement_group import placement_group_table
 
 FULL_MATRIX = os.environ.get("EXPERT_POOL_FULL_MATRIX") == "1"
 RANKS = 4 if FULL_MATRIX else 2
-SAMPLE = ["SIGKILL during prefill", "SIGSTOP during decode"]
+SAMPLE = ["SIGKILL during prefill"]
 CASES = [(fault, seed) for fault in FAULTS for seed in range(5)] if FULL_MATRIX else [(fault, 0) for fault in SAMPLE]
 
 
@@ -174,6 +174,7 @@ def test_a_rank_that_fails_again_and_again_ends_the_pool_with_what_happened_each
             list(pool.generate([[5]]))
 
 
+@pytest.mark.long
 def test_ranks_that_disagree_are_not_started_again(left, random_models):
     with ExpertPool.launch(config_of(random_models["qwen3_moe"], 2)) as pool:
         completions = pool.generate([[5, 17]] * 8, SamplingParams(max_new_tokens=400, ignore_eos=True))

@@ -252,6 +252,7 @@ def test_a_pinned_path_that_a_rank_cannot_take_is_an_error_and_not_replaced(gang
         )
 
 
+@pytest.mark.long
 def test_the_table_is_shown_at_start_and_in_the_pools_status(random_models):
     lines: list[str] = []
     config = config_of(random_models["qwen3_moe"], Tuning(table=MIXED))

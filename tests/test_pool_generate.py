@@ -124,6 +124,7 @@ def test_status_shows_where_the_ranks_are_and_what_they_hold(pool):
     assert [load.expert_bytes for load in status.loads] == [spec.expert_bytes // 2] * 2
 
 
+@pytest.mark.long
 def test_ranks_that_share_a_batch_generate_the_same(session, random_models, references):
     config = PoolConfig(
         model=random_models["qwen3_moe"], ranks=2, attn_tp_size=2, limits=Limits(chunked_prefill_size=16)

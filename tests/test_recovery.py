@@ -119,6 +119,7 @@ def test_a_process_that_dies_in_the_first_start_is_replaced(left, random_models)
         assert len(list(pool.generate([[5], [6]], SamplingParams(max_new_tokens=2)))) == 2
 
 
+@pytest.mark.long
 def test_a_pool_grows_and_shrinks_under_load(left, random_models, tmp_path):
     config = config_of(random_models["qwen3_moe"], 2, max_ranks=4)
     with ExpertPool.launch(config) as pool:

@@ -60,7 +60,8 @@ def session() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.mark.parametrize("stage", [pytest.param("rehearse", marks=pytest.mark.long), "warm_up"])
+@pytest.mark.long
+@pytest.mark.parametrize("stage", ["rehearse", "warm_up"])
 def test_a_rank_that_hangs_in_a_capture_takes_the_pool_down(stage, session, random_models):
     """It answers no other call, so the pool must not go on to serve with it."""
     config = PoolConfig(model=random_models["qwen3_moe"], ranks=2, recovery=RecoveryConfig(max_restarts=0))

@@ -21,7 +21,7 @@ run: install  ## the main job: complete examples/prompts.jsonl on two CPU ranks
 	$(BIN)/expert-pool generate --model examples/tiny_moe --prompts examples/prompts.jsonl --output out.jsonl --ranks 2 \
 		--address local
 
-test: install  ## the whole suite, under 10 minutes on 2 cores
+test: install  ## the whole suite but for what the targets below hold
 	$(BIN)/python -m pytest
 
 test-matrix: install  ## every family, layout and dispatch against Transformers; the suite holds a seeded sample

@@ -1,7 +1,7 @@
 """The one graph runner: any kind of step, recorded once a bucket and replayed on static buffers."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -32,6 +32,14 @@ class FrozenFacts:
     quantisation_scales: tuple[float, ...] = ()
 
 
+@dataclass
+class _Recording:
+    """A recorded step with what its finish made of the output; both are valid until the next replay of the pool."""
+
+    finished: torch.Tensor | None = None
+    graph: RecordedGraph = field(init=False)
+
+
 class GraphRunner:
     """Graphs of one kind of step.
 
@@ -46,6 +54,7 @@ class GraphRunner:
         collectives: through which the step exchanges.
         facts: reads what a recording freezes.
         prepare: what the host does before a step on given inputs, outside any recording.
+        finish: recorded after the step, on its whole output, padding included: `[N, ...]` to `[N]`; see `finished`.
     """
 
     def __init__(
@@ -60,6 +69,7 @@ class GraphRunner:
         collectives: Collectives,
         facts: Callable[[], FrozenFacts],
         prepare: Callable[[CaptureEntry, Mapping[str, torch.Tensor]], None],
+        finish: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ):
         self.kind = kind
         self.buffers = buffers
@@ -71,7 +81,8 @@ class GraphRunner:
         self._collectives = collectives
         self._facts = facts
         self._prepare = prepare
-        self._graphs: dict[CaptureEntry, RecordedGraph] = {}
+        self._finish = finish
+        self._recordings: dict[CaptureEntry, _Recording] = {}
 
     def geometry(self, entry: CaptureEntry) -> StepGeometry:
         """The geometry of every step that this entry's graph runs; equal on every rank."""
@@ -94,20 +105,22 @@ class GraphRunner:
 
     def warm_up(self, entry: CaptureEntry) -> None:
         """Run the step outside a recording; collective over all ranks."""
-        self.backend.warm_up(self._padded_step(entry))
+        self.backend.warm_up(self._finishing(entry, _Recording()))
 
     def record(self, entry: CaptureEntry, capture_depth: int) -> RecordedGeometry:
         """Record the step; collective over all ranks. Returns what was frozen."""
+        recording = _Recording()
         with self._collectives.listing() as calls:
-            self._graphs[entry] = self.backend.record(self._padded_step(entry), self.kind.model)
+            recording.graph = self.backend.record(self._finishing(entry, recording), self.kind.model)
+        self._recordings[entry] = recording
         return self._record_of(entry, calls, capture_depth)
 
     def discard(self) -> None:
         """Forget all graphs of this kind."""
-        self._graphs.clear()
+        self._recordings.clear()
 
     def num_bytes(self, entry: CaptureEntry) -> int:
-        return self._graphs[entry].num_bytes
+        return self._recordings[entry].graph.num_bytes
 
     def replay(
         self,
@@ -127,10 +140,16 @@ class GraphRunner:
         Raises:
             GeometryError: there is no such graph.
         """
-        if entry not in self._graphs:
+        if entry not in self._recordings:
             raise GeometryError(f"rank {self._rank} has no graph {entry}")
         self._take(entry, values, on_host)
-        return self._graphs[entry].replay()[:num_due]
+        return self._recordings[entry].graph.replay()[:num_due]
+
+    def finished(self, entry: CaptureEntry, num_due: int) -> torch.Tensor:
+        """What `finish` made of the due rows in the last replay of this entry, of which it was a part."""
+        finished = self._recordings[entry].finished
+        assert finished is not None, "a runner without finish"
+        return finished[:num_due]
 
     def run_padded(self, entry: CaptureEntry, values: Mapping[str, torch.Tensor], num_due: int) -> torch.Tensor:
         """The same step with the same padding, run directly; what a replay must equal to the bit."""
@@ -141,6 +160,18 @@ class GraphRunner:
         """The step on an empty batch: all padding, as an idle rank runs it."""
         self._take(entry, {})
         return lambda: self._step_on_views(entry)
+
+    def _finishing(self, entry: CaptureEntry, recording: _Recording) -> Callable[[], torch.Tensor]:
+        """The same, with what is recorded after it."""
+        step = self._padded_step(entry)
+
+        def run() -> torch.Tensor:
+            output = step()
+            if self._finish is not None:
+                recording.finished = self._finish(output)
+            return output
+
+        return run
 
     def _take(
         self,

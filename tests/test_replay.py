@@ -172,6 +172,7 @@ def compare_replays(engine: RankEngine, kind: str, steps: Sequence[tuple[int, ..
         poison_buffers(engine, kind)
         cache.restore(padding=float("nan"))
         replayed, replayed_cache = runner.replay(entry, inputs.values(), num_due).clone(), cache.written()
+        tokens = runner.finished(entry, num_due).clone()
         cache.restore(padding=0.0)
         padded, padded_cache = runner.run_padded(entry, inputs.values(), num_due).clone(), cache.written()
         cache.restore(padding=0.0)
@@ -189,6 +190,8 @@ def compare_replays(engine: RankEngine, kind: str, steps: Sequence[tuple[int, ..
             found.append(f"{where}: {tuple(replayed.shape)} logits for {num_due} due rows")
         if not torch.equal(replayed, padded):
             found.append(f"{where}: replay differs from the padded step by {(replayed - padded).abs().max()}")
+        if not torch.equal(tokens, replayed.argmax(-1)):
+            found.append(f"{where}: the graph's own greedy tokens are {tokens.tolist()}")
         if not all(map(torch.equal, replayed_cache, padded_cache)):
             found.append(f"{where}: replay wrote other keys or values than the padded step")
         if not torch.allclose(replayed, eager, rtol=0, atol=CLOSE):

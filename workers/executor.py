@@ -87,8 +87,7 @@ class StepExecutor:
         Returns:
             The next tokens of the slices that reach the end of their sequence, in order.
         """
-        logits_NV = self._logits(batch, plan)
-        self._tokens_N = self._sample(batch, logits_NV)
+        self._tokens_N = self._sample(batch, *self._logits(batch, plan))
         if not self._tokens_N.is_cuda:
             return SampledTokens(self._tokens_N, None)
         on_host = torch.empty(self._tokens_N.shape, dtype=torch.int64, pin_memory=True)
@@ -97,8 +96,8 @@ class StepExecutor:
         copied.record()
         return SampledTokens(on_host, copied)
 
-    def _logits(self, batch: ScheduledBatch, plan: StepPlan) -> torch.Tensor:
-        """`[N, V]` logits of the slices that reach the end of their sequence."""
+    def _logits(self, batch: ScheduledBatch, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`[N, V]` logits of the slices that reach the end of their sequence, and `[N]` greedy tokens of a graph."""
         assert plan.geometry is not None
         self._counts.fill(plan.geometry, plan.num_due_per_dp_rank)
         packed = pack(batch, self._model.cache.block_size, pin=self._model.device.type == "cuda")
@@ -108,17 +107,18 @@ class StepExecutor:
         if plan.graph is not None:
             self._graphs.count_replay(plan.graph)
             runner = self._graphs.runners[plan.graph.kind]
-            return runner.replay(plan.graph, inputs.values(), batch.num_due, packed.inputs.values())
+            logits_NV = runner.replay(plan.graph, inputs.values(), batch.num_due, packed.inputs.values())
+            return logits_NV, runner.finished(plan.graph, batch.num_due)
         self._graphs.count_eager(plan.eager_reason or "")
-        return self._model.forward(inputs, plan.geometry, on_host=packed.inputs)[: batch.num_due]
+        return self._model.forward(inputs, plan.geometry, on_host=packed.inputs)[: batch.num_due], None
 
-    def _sample(self, batch: ScheduledBatch, logits_NV: torch.Tensor) -> torch.Tensor:
+    def _sample(self, batch: ScheduledBatch, logits_NV: torch.Tensor, greedy_N: torch.Tensor | None) -> torch.Tensor:
         """The leader's tokens, on every rank that shares the batch: two ranks must never continue differently."""
         sequences = [piece.sequence for piece in batch.slices if piece.reaches_end]
         if self._sharing_group is None or not sequences:
-            return sample(logits_NV, sequences)
+            return sample(logits_NV, sequences, greedy_N)
         tokens_N = torch.empty(len(sequences), dtype=torch.int64, device=logits_NV.device)
         if self._is_leader:
-            tokens_N = sample(logits_NV, sequences)
+            tokens_N = sample(logits_NV, sequences, greedy_N)
         dist.broadcast(tokens_N, src=self._leader, group=self._sharing_group)
         return tokens_N

@@ -22,6 +22,7 @@ from .kv_cache import BlockAllocator, KvCache
 from .model import TargetModel
 from .model_spec import AttentionShape
 from .rank_config import RankConfig
+from .sampler import greedy
 
 
 def frozen_facts(path: ExpertPath) -> FrozenFacts:
@@ -128,6 +129,7 @@ def make_graphs(
     """The graph runners of a rank; target and draft graphs each have static buffers for their largest entry."""
     backend = make_backend(device)
     steps = {"target": target.graph_step} | ({"draft": draft.graph_step} if draft is not None else {})
+    finishes = {"target": greedy}
     runners: dict[str, GraphRunner] = {}
     for model, specs in buffer_specs(config).items():
         buffers = StaticBuffers(specs, device)
@@ -144,6 +146,7 @@ def make_graphs(
                     collectives,
                     facts,
                     target.attention.prepare,
+                    finishes.get(model),
                 )
     return LockstepRank(rank, runners, can_record)
 

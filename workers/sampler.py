@@ -14,24 +14,38 @@ NOT_FINITE = -1
 """Stands for a token where the logits of a row are not finite."""
 
 
-def sample(logits_NV: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+def greedy(logits_NV: torch.Tensor) -> torch.Tensor:
+    """The most likely token of each row, `[N]` int64; `NOT_FINITE` where a row holds a number that is not finite.
+
+    Graphs record it after the step.
+    """
+    least_N, largest_N = logits_NV.aminmax(dim=-1)  # both are NaN where anything is
+    is_finite_N = torch.isfinite(least_N) & torch.isfinite(largest_N)
+    return torch.where(is_finite_N, logits_NV.argmax(dim=-1), NOT_FINITE)
+
+
+def sample(logits_NV: torch.Tensor, sequences: list[Sequence], greedy_N: torch.Tensor | None = None) -> torch.Tensor:
     """The next token of each sequence.
 
     Args:
         logits_NV: `[N, V]`, one row a sequence, any float dtype.
         sequences: the `N` sequences, before the step that yields the token is counted as launched.
+        greedy_N: `greedy(logits_NV)`, where a graph found it already; it is not changed.
 
     Returns:
-        `[N]` int64 on the device of the logits; `NOT_FINITE` where a row holds a number that is not finite.
+        `[N]` int64 on the device of the logits, a tensor of its own; `NOT_FINITE` where a row holds a number that is
+        not finite.
     """
     if not sequences:
         return torch.empty(0, dtype=torch.int64, device=logits_NV.device)
-    tokens_N = logits_NV.argmax(dim=-1)
+    greedy_N = greedy(logits_NV) if greedy_N is None else greedy_N.clone()
     drawn = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.temperature > 0.0]
-    if drawn:
-        rows = to_device(drawn, torch.int64, logits_NV.device)
-        tokens_N[rows] = _draw(logits_NV[rows], [sequences[row] for row in drawn])
-    return torch.where(torch.isfinite(logits_NV).all(dim=-1), tokens_N, NOT_FINITE)
+    if not drawn:
+        return greedy_N
+    tokens_N = greedy_N.clone()
+    rows = to_device(drawn, torch.int64, logits_NV.device)
+    tokens_N[rows] = _draw(logits_NV[rows], [sequences[row] for row in drawn])
+    return torch.where(greedy_N == NOT_FINITE, NOT_FINITE, tokens_N)
 
 
 def _draw(logits_MV: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:

@@ -12,7 +12,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from .messages import gather_values
+
 Built = TypeVar("Built")
+Value = TypeVar("Value")
 
 
 class Dropped(msgspec.Struct, frozen=True):
@@ -26,7 +29,11 @@ class Dropped(msgspec.Struct, frozen=True):
         return f"{self.path} dropped on all ranks: rank {self.rank}: {self.reason}"
 
 
-_MEETING = "meeting"
+class _Outcome(msgspec.Struct):
+    """Where a rank stands in what all attempt together: still in the middle of it, or at its end, failed or not."""
+
+    is_meeting: bool
+    reason: str | None = None
 
 
 class PeerGaveUp(Exception):
@@ -45,15 +52,15 @@ class HostGroup:
         self.group = group
         self.rank = rank
 
-    def gather(self, value: Any) -> list[Any]:
-        """What each rank brings, in rank order."""
-        found: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(found, value, group=self.group)
-        return found
+    def gather(self, value: Value, kind: Any) -> list[Value]:
+        """What each rank brings, in rank order; see `gather_values`."""
+        return gather_values(value, kind, self.group)
 
-    def from_first(self, value: Any) -> Any:
-        """What rank 0 brings."""
-        return self.gather(value if self.rank == 0 else None)[0]
+    def from_first(self, value: Value | None, kind: Any) -> Value:
+        """What rank 0 brings; the others bring nothing."""
+        first = self.gather(value if self.rank == 0 else None, kind | None)[0]
+        assert first is not None, "rank 0 brings a value"
+        return first
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
         """The largest of each number over all ranks."""
@@ -67,16 +74,17 @@ class HostGroup:
         Raises:
             PeerGaveUp: some rank is not coming, since it has failed and waits in `outcomes`.
         """
-        missing = [rank for rank, found in enumerate(self.gather(_MEETING)) if found != _MEETING]
+        found = self.gather(_Outcome(is_meeting=True), _Outcome)
+        missing = [rank for rank, outcome in enumerate(found) if not outcome.is_meeting]
         if missing:
             raise PeerGaveUp(f"ranks {missing} gave up")
 
     def outcomes(self, reason: str | None) -> list[str | None]:
         """How each rank's attempt ended; a rank that still meets others learns of it there, and comes here too."""
         while True:
-            found = self.gather((reason,))
-            if _MEETING not in found:
-                return [outcome for (outcome,) in found]
+            found = self.gather(_Outcome(is_meeting=False, reason=reason), _Outcome)
+            if not any(outcome.is_meeting for outcome in found):
+                return [outcome.reason for outcome in found]
 
 
 def agree_on_refusals(group: HostGroup, refusals: Mapping[str, str | None]) -> dict[str, Dropped]:
@@ -86,7 +94,7 @@ def agree_on_refusals(group: HostGroup, refusals: Mapping[str, str | None]) -> d
         group: all ranks.
         refusals: of this rank, by path: why it cannot take it, or `None`. The same paths on every rank.
     """
-    by_rank = group.gather(dict(refusals))
+    by_rank = group.gather(dict(refusals), dict[str, str | None])
     dropped: dict[str, Dropped] = {}
     for rank, found in enumerate(by_rank):
         for path, reason in found.items():

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import ConfigError
+from .messages import gather_values
 from .quack_gemm import GemmTile
 
 logger = logging.getLogger(__name__)
@@ -128,8 +129,7 @@ def agree_on(group: dist.ProcessGroup | None, tune: Callable[[], TileTable]) -> 
         own = tune()
     except Exception as error:
         own = f"{type(error).__name__}: {error}"
-    found: list[TileTable | str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, own, group=group)
+    found = gather_values(own, TileTable | str, group)
     failed = [f"rank {rank}: {problem}" for rank, problem in enumerate(found) if not isinstance(problem, TileTable)]
     if failed or not isinstance(found[0], TileTable):
         raise ConfigError(f"tuning failed on {'; '.join(failed)}")

@@ -13,6 +13,13 @@ from .tuning import TableRow
 _LIBRARIES = ("torch", "flashinfer-python", "quack-kernels", "nvidia-cutlass-dsl")
 
 
+class _Found(msgspec.Struct):
+    """What rank 0 made of its file: the rows it holds under a key, or why it could not."""
+
+    rows: tuple[TableRow, ...] | None = None
+    problem: str | None = None
+
+
 class TableCache:
     """The tables of one file, by what they hold for.
 
@@ -31,10 +38,10 @@ class TableCache:
         Raises:
             ConfigError: on every rank alike, where the file cannot be read.
         """
-        rows, problem = self._group.from_first(self._read_row(key) if self._group.rank == 0 else None)
-        if problem is not None:
-            raise ConfigError(problem)
-        return rows
+        found = self._group.from_first(self._read_row(key) if self._group.rank == 0 else None, _Found)
+        if found.problem is not None:
+            raise ConfigError(found.problem)
+        return found.rows
 
     def keep(self, key: str, rows: tuple[TableRow, ...]) -> None:
         """Write the table under this key; collective.
@@ -42,15 +49,18 @@ class TableCache:
         Raises:
             ConfigError: on every rank alike, where the file cannot be written.
         """
-        problem = self._group.from_first(self._write(key, rows) if self._group.rank == 0 else None)
-        if problem is not None:
-            raise ConfigError(problem)
+        found = self._group.from_first(
+            _Found(problem=self._write(key, rows)) if self._group.rank == 0 else None, _Found
+        )
+        if found.problem is not None:
+            raise ConfigError(found.problem)
 
-    def _read_row(self, key: str) -> tuple[tuple[TableRow, ...] | None, str | None]:
+    def _read_row(self, key: str) -> "_Found":
         try:
-            return self._read().get(key), None
+            return _Found(self._read().get(key))
         except (OSError, msgspec.DecodeError) as error:
-            return None, f"tuning.cache={str(self._path)!r} cannot be read: {error}; remove it, or name another file"
+            problem = f"tuning.cache={str(self._path)!r} cannot be read: {error}; remove it, or name another file"
+            return _Found(problem=problem)
 
     def _read(self) -> dict[str, tuple[TableRow, ...]]:
         if not self._path.exists():

@@ -19,6 +19,7 @@ from ..dispatch.collectives import all_gather_tensors
 from ..dispatch.errors import GeometryError
 from ..dispatch.geometry import StepGeometry
 from ..dispatch.layout import Layout
+from ..dispatch.messages import gather_values
 from ..graphs.lockstep import LockstepRank
 from ..graphs.plan import CaptureEntry, CapturePlan
 from ..graphs.record import differences
@@ -281,20 +282,7 @@ class Agreement:
 
     def _explain(self, state: LocalState) -> None:
         """All ranks have seen that their states differ, so all of them come here, show theirs, and raise alike."""
-        encoded = torch.frombuffer(bytearray(msgspec.json.encode(state)), dtype=torch.uint8)
-        length = torch.tensor([encoded.numel()])
-        lengths = torch.zeros(self._layout.world_size, dtype=torch.int64)
-        all_gather_tensors(lengths, length, group=self._group)
-        longest = int(lengths.max())
-        sent = torch.zeros(longest, dtype=torch.uint8)
-        sent[: encoded.numel()] = encoded
-        received = torch.zeros(self._layout.world_size * longest, dtype=torch.uint8)
-        all_gather_tensors(received, sent, group=self._group)
-        states = {
-            f"rank {rank}": msgspec.json.decode(bytes(part[:size].numpy()), type=LocalState)
-            for rank, (part, size) in enumerate(
-                zip(received.view(self._layout.world_size, longest), lengths.tolist(), strict=True)
-            )
-        }
+        shown = gather_values(state, LocalState, self._group)
+        states = {f"rank {rank}": other for rank, other in enumerate(shown)}
         found = differences(states) or ["state digests differ"]
         raise GeometryError(f"ranks disagree before a step: {'; '.join(found)}")

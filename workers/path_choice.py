@@ -94,7 +94,7 @@ class PathChoice:
 
     def _probe(self, names: Sequence[PathName], layers: Sequence[MoeLayer]) -> None:
         """Agree on which paths some rank cannot take; nothing is built before."""
-        host = self._group.from_first(socket.gethostname())
+        host = self._group.from_first(socket.gethostname(), str)
         refusals = {str(name): self._maker.refusal(name, layers, host) for name in names}
         self._dropped |= agree_on_refusals(self._group, refusals)
 
@@ -220,7 +220,7 @@ class PathChoice:
     def _costs(self, paths: Mapping[PathName, ExpertPath]) -> dict[str, PathCost]:
         """What each path costs, where ranks differ the most that any of them pays."""
         own = {str(name): self._maker.cost_of(name, path) for name, path in paths.items()}
-        by_rank = self._group.gather({name: dict(cost.parts) for name, cost in own.items()})
+        by_rank = self._group.gather({name: dict(cost.parts) for name, cost in own.items()}, dict[str, dict[str, int]])
         return {
             name: PathCost({part: max(costs[name][part] for costs in by_rank) for part in cost.parts}, cost.weights)
             for name, cost in own.items()
@@ -256,7 +256,7 @@ class PathChoice:
         """What a table holds for; equal on every rank, since what differs between ranks is gathered."""
         config, device = self._config, self._maker.device
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        machines = sorted(set(self._group.gather(f"{gpu}; {library_versions()}")))
+        machines = sorted(set(self._group.gather(f"{gpu}; {library_versions()}", str)))
         shapes = [layer.shape for layer in layers]
         parts = (
             *machines,

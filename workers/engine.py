@@ -31,6 +31,7 @@ from .attention import AttentionBackend, SdpaAttention
 from .checkpoint import expert_bytes, load_sharded_model
 from .exchange_sizes import loading_path, path_maker
 from .executor import StepExecutor
+from .fused_layers import fuse_layers
 from .fused_norms import fuse_norms
 from .gathered_attention import GatheredAttention
 from .graph_set import RecordingMeans, frozen_facts, make_backend, make_draft, make_graphs
@@ -129,6 +130,7 @@ class RankEngine:
             model = load_sharded_model(spec, exchange, mesh["ep"], mesh["tp"]).to(self._device)
         if self._device.type == "cuda":
             fuse_norms(model)
+            fuse_layers(model)
         load_seconds, peak_after = time.perf_counter() - started, _peak_memory()
         own_experts = expert_bytes(model)
         dense_bytes = sum(parameter.nbytes for parameter in model.parameters()) - own_experts

@@ -1,0 +1,230 @@
+"""The ranks of check_families.py: two processes a model, all started at once, each model's steps run in its turn."""
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from family_reference import DECODED
+
+START_TIMEOUT_S = 400
+
+
+def step_inputs(pieces: list[tuple[list[int], int, int]], blocks: list[list[int]], block_size: int) -> Any:
+    """Inputs of a step that runs tokens `start` to `end` of each sequence; every row's logits are due."""
+    from expert_pool.workers.inputs import StepInputs
+    from expert_pool.workers.kv_cache import PADDING_BLOCK
+
+    lens = torch.tensor([end - start for _, start, end in pieces])
+    positions = [position for _, start, end in pieces for position in range(start, end)]
+    slots = [
+        table[position // block_size] * block_size + position % block_size
+        for (_, start, end), table in zip(pieces, blocks, strict=True)
+        for position in range(start, end)
+    ]
+    widest = max(len(table) for table in blocks)
+    return StepInputs(
+        input_ids=torch.tensor([token for tokens, start, end in pieces for token in tokens[start:end]]),
+        positions=torch.tensor(positions),
+        slots=torch.tensor(slots),
+        due_rows=torch.arange(len(positions)),
+        query_starts=lens.cumsum(0) - lens,
+        query_lens=lens,
+        context_lens=torch.tensor([start for _, start, _ in pieces]),
+        block_tables=torch.tensor([table + [PADDING_BLOCK] * (widest - len(table)) for table in blocks]),
+        num_valid_tokens=torch.tensor([len(positions)], dtype=torch.int32),
+    )
+
+
+def prefill_groups(batch: list[list[int]], step_tokens: int) -> list[list[int]]:
+    """Sequences by number, as many a step as its tokens allow."""
+    groups: list[list[int]] = [[]]
+    for index, tokens in enumerate(batch):
+        if sum(len(batch[other]) for other in groups[-1]) + len(tokens) > step_tokens:
+            groups.append([])
+        groups[-1].append(index)
+    return groups
+
+
+def record_what_can_be(engine: Any) -> tuple[Any, list[str]]:
+    """The driver's part of capture, for ranks that are alike: drops what cannot be recorded, and says why."""
+    from expert_pool.graphs.plan import plan_captures
+
+    plan = plan_captures(engine.config.limits)
+    refused = dict(engine.graphs.agree(plan).refused)
+    reasons = sorted({f"{entry.kind} not recorded: {reason}" for entry, reason in refused.items()})
+    plan = plan.without(set(refused))
+    engine.graphs.rehearse(plan)
+    engine.graphs.begin()
+    for entry in plan.entries:
+        engine.graphs.warm_up(entry)
+        engine.graphs.record(entry)
+    engine.graphs.end()
+    engine.graphs.commit(plan)
+    return plan, reasons
+
+
+@torch.inference_mode()
+def logits_of(engine: Any, batches: list[list[list[int]]]) -> list[torch.Tensor]:
+    """`[length, V]` float32 logits of each of this rank's sequences; collective over all ranks."""
+    from expert_pool.dispatch.geometry import StepGeometry
+    from expert_pool.workers.inputs import dummy
+    from expert_pool.workers.kv_cache import BlockAllocator
+
+    config, target = engine.config, engine._loop._executor._model
+    allocator, batch = BlockAllocator(config.num_blocks, config.block_size), batches[engine.rank]
+    tables: list[list[int]] = [[] for _ in batch]
+    for table, tokens in zip(tables, batch, strict=True):
+        assert allocator.grow(table, len(tokens)), "too few KV blocks for the sequences"
+    logits: list[list[torch.Tensor]] = [[] for _ in batch]
+    step_tokens = config.limits.chunked_prefill_size
+    groups = [prefill_groups([tokens[:-DECODED] for tokens in one], step_tokens) for one in batches]
+    for step in range(max(len(one) for one in groups)):
+        counts = tuple(
+            sum(len(batches[rank][index]) - DECODED for index in one[step]) if step < len(one) else 1
+            for rank, one in enumerate(groups)
+        )
+        geometry = StepGeometry.eager(config.layout, counts, capacity=config.capacity)
+        mine = groups[engine.rank][step] if step < len(groups[engine.rank]) else []
+        pieces = [(batch[index], 0, len(batch[index]) - DECODED) for index in mine]
+        blocks = [tables[index] for index in mine]
+        inputs = step_inputs(pieces, blocks, config.block_size) if mine else dummy()
+        rows = target.forward(inputs, geometry).float().cpu()
+        for index, part in zip(mine, rows.split([end for _, _, end in pieces]) if mine else (), strict=True):
+            logits[index].append(part)
+    decode = [entry for entry in engine.graphs.committed.entries if entry.kind == "decode"]
+    entry = min((entry for entry in decode if entry.bucket >= len(batch)), key=lambda entry: entry.bucket)
+    for back in range(DECODED, 0, -1):
+        pieces = [(tokens, len(tokens) - back, len(tokens) - back + 1) for tokens in batch]
+        values = step_inputs(pieces, tables, config.block_size).values()
+        rows = engine.graphs.runners["decode"].replay(entry, values, len(batch)).float().cpu()
+        for index, row in enumerate(rows):
+            logits[index].append(row.unsqueeze(0))
+    return [torch.cat(parts) for parts in logits]
+
+
+def build_early(config: Any) -> None:
+    """Compile what FlashInfer would compile in the first steps, before peers wait for this rank."""
+    from expert_pool.workers.flashinfer_kernels import build_kernels
+
+    build_kernels(config)
+    if config.worker.attention != "torch":
+        from flashinfer.jit.page import gen_page_module
+
+        gen_page_module().build(need_lock=True)
+
+
+def rank_main(config: Any, rank: int, batches: Any, port_file: Path, folder: str, own: Any, go: Any) -> None:
+    """Load, say so, wait for this model's turn, and leave the logits in `folder`."""
+    from expert_pool.workers.engine import RankEngine
+
+    started = time.monotonic()
+    try:
+        if rank == 0 and config.worker.device == "cuda":
+            build_early(config)
+        engine = RankEngine(config, rank)
+        if rank == 0:
+            partial = port_file.with_suffix(".partial")
+            partial.write_text(str(engine.open_rendezvous("127.0.0.1")))
+            partial.rename(port_file)
+        while not port_file.exists():
+            if time.monotonic() - started > START_TIMEOUT_S:
+                raise RuntimeError(f"rank 0 opened no rendezvous within {START_TIMEOUT_S} s")
+            time.sleep(0.1)
+        engine.join("127.0.0.1", int(port_file.read_text()))
+        engine.load()
+        own.send(("ready", f"{time.monotonic() - started:.1f} s after its start"))
+        go.wait()
+        plan, reasons = record_what_can_be(engine)
+        attention = type(engine._loop._executor._model.attention).__name__
+        torch.save(logits_of(engine, batches), f"{folder}/rank{rank}.pt")
+        own.send(("done", "; ".join([f"{attention}, {len(plan.entries)} graphs", *reasons])))
+    except BaseException as error:
+        traceback.print_exc()
+        own.send(("failed", f"rank {rank}: {type(error).__name__}: {str(error)[:600]}"))
+        os._exit(1)
+    os._exit(0)
+
+
+@dataclass
+class Ranks:
+    """The processes of one model, and what each said last."""
+
+    name: str
+    processes: list[Any]
+    pipes: list[Any]
+    go: Any
+    folder: str
+    said: list[tuple[str, str]]
+
+    @property
+    def are_ready(self) -> bool:
+        return self._all_say("ready")
+
+    @property
+    def are_done(self) -> bool:
+        return self._all_say("done")
+
+    def listen(self) -> None:
+        """Read what ranks say.
+
+        Raises:
+            RuntimeError: one failed or ended.
+        """
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                while pipe.poll():
+                    self.said[rank] = pipe.recv()
+            except EOFError:
+                pass
+            if self.said[rank][0] == "failed":
+                raise RuntimeError(self.said[rank][1])
+            if self.said[rank][0] != "done" and not self.processes[rank].is_alive() and not pipe.poll():
+                raise RuntimeError(f"rank {rank} ended with code {self.processes[rank].exitcode}")
+
+    def take_turn(self, deadline: float) -> list[list[torch.Tensor]]:
+        """Logits of each rank's sequences."""
+        self.go.set()
+        while not self.are_done:
+            self.listen()
+            if time.monotonic() > deadline:
+                raise RuntimeError("its ranks did not finish before the deadline")
+            time.sleep(0.02)
+        return [torch.load(f"{self.folder}/rank{rank}.pt") for rank in range(len(self.processes))]
+
+    def end(self) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+
+    def _all_say(self, word: str) -> bool:
+        return all(said == word for said, _ in self.said)
+
+
+def start_ranks(name: str, config: Any, batches: list[list[list[int]]]) -> Ranks:
+    """Processes that see one GPU each, and begin to load at once."""
+    context = multiprocessing.get_context("spawn")
+    folder, go = tempfile.mkdtemp(prefix="family-"), context.Event()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(rank) for rank in range(len(batches))]
+    processes, pipes = [], []
+    for rank in range(len(batches)):
+        own, other = context.Pipe()
+        if config.worker.device == "cuda":
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[rank]
+        arguments = (config, rank, batches, Path(folder) / "port", folder, own, go)
+        process = context.Process(target=rank_main, args=arguments, daemon=True)
+        process.start()
+        own.close()
+        processes.append(process)
+        pipes.append(other)
+    if visible is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    else:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    return Ranks(name, processes, pipes, go, folder, [("starting", "")] * len(batches))

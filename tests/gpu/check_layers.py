@@ -2,10 +2,12 @@
 
     python tests/gpu/check_layers.py --single                        one GPU, the experts alone
     python tests/gpu/check_layers.py --only numerics --geometry Q    two GPUs, every path against float32
-    python tests/gpu/check_layers.py --only bench --geometry Q
+    python tests/gpu/check_layers.py --only bench --geometry Q --ranks 2 --ranks 4
 
-In the table of times a cell is microseconds (over the fastest path, over the floor). The floor is the time to read the
-weights of the experts that are hit once, at 4.3 TB/s.
+In the table of times a cell is microseconds (over the fastest candidate of `auto`, over the floor). The floor is the
+time to read the weights of the experts that are hit once, at 4.3 TB/s. In the tables of errors *rounded alike* is the
+error against float32 math on operands rounded to fp8 where the kernel rounds them, and *h as summed* the same with the
+intermediate as the kernel's own sums give it; see `rounded_experts`.
 """
 
 import multiprocessing
@@ -17,24 +19,27 @@ from typing import Any
 
 import click
 
-TWO_RANKS = ("allgather+torch", "flashinfer+torch", "flashinfer+cutedsl", "mega", "mega-fp8", "mega-fp8-blockwise")
-BASELINES = ("bare", "transformers")
+PATH_NAMES = ("allgather+torch", "flashinfer+torch", "flashinfer+cutedsl", "mega", "mega-fp8", "mega-fp8-blockwise")
+CPU_PATH_NAMES = ("allgather+torch", "alltoall+torch")
+BENCH_ONLY = ("auto", "bare", "transformers")
 
 
-def run_rank(rank: int, size: int, port: int, options: dict[str, Any], failures: Any) -> None:
+def run_rank(rank: int, size: int, port: int, go: Any, options: dict[str, Any], failures: Any, results: Any) -> None:
     """One process: build the layer, then each part in turn; a part that fails is said and the next begins."""
     import torch
     from layer_setup import PATHS, SIZES, Layer, World
 
-    world = World(rank, size, port)
-    world.say(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {size} ranks")
+    go.wait()
+    world = World(rank, size, port, options["device"])
+    name_of_gpu = torch.cuda.get_device_name() if world.on_gpu else "CPU"
+    world.say(f"torch {torch.__version__}, {name_of_gpu}, {size} ranks")
 
     def attempt(what: str, function: Any, *arguments: Any) -> Any:
         started = time.perf_counter()
         failed, result = None, None
         try:
             result = function(*arguments)
-            torch.cuda.synchronize()
+            world.synchronize()
         except Exception as error:
             failed = f"{type(error).__name__}: {str(error)[:800]}"
             trace = traceback.format_exc(limit=-6)
@@ -43,97 +48,181 @@ def run_rank(rank: int, size: int, port: int, options: dict[str, Any], failures:
             world.say(f"FAILED {what}: {' | '.join(said)}")
             if failed:
                 print(trace, file=sys.stderr, flush=True)
-            failures.append(what)
+            failures.append(f"{what}, {size} ranks")
             return None
-        world.say(f"{what} ({time.perf_counter() - started:.1f} s)")
+        took = time.perf_counter() - started
+        if took > 0.5:
+            world.say(f"{what} ({took:.1f} s)")
         return result
 
     for name in options["geometry"]:
         layer = attempt(f"layer {name} {SIZES[name]}", Layer, world, SIZES[name])
         if layer is None:
-            return
+            continue
         if "numerics" in options["only"]:
-            check_numerics(layer, name, options["path"], attempt, failures, PATHS)
-        if "bench" in options["only"] and name != "small":
-            check_bench(layer, name, options, attempt)
+            check_numerics(layer, name, options["path"], attempt, failures, results, PATHS)
+        if "bench" in options["only"]:
+            check_bench(layer, name, options, attempt, results)
         del layer
-        torch.cuda.empty_cache()
+        if world.on_gpu:
+            torch.cuda.empty_cache()
     world.meet()
     world.say("done")
     if size > 1:
         torch.distributed.destroy_process_group()
 
 
-def check_numerics(layer: Any, geometry: str, names: Any, attempt: Any, failures: Any, paths: Any) -> None:
-    from layer_numerics import CAPACITY, check_path
+def check_numerics(
+    layer: Any, geometry: str, names: Any, attempt: Any, failures: Any, results: Any, paths: Any
+) -> None:
+    from layer_numerics import CAPACITY, HEADER, check_path
 
-    lines = []
+    size, lines = layer.world.size, []
     for name in names:
-        if name in BASELINES:
+        if name in BENCH_ONLY:
             continue
         built = attempt(f"build {name}", paths[name], layer, CAPACITY)
         if built is None:
             continue
         found = attempt(f"numerics {geometry} {name}", check_path, layer, built)
         if found is not None:
-            lines += [[geometry, name, *row] for row in found[0]]
-            if not found[1]:
-                failures.append(f"numerics {geometry} {name}")
+            rows, good = found
+            lines += [[name, *row] for row in rows]
+            if not good:
+                failures.append(f"numerics {geometry} {name}, {size} ranks")
+            if layer.world.rank == 0:
+                results.append(("numerics", geometry, size, largest_errors(name, rows, good)))
+            show(layer.world, f"relative errors, {geometry}, {size} ranks", [["path", *HEADER], *lines[-len(rows) :]])
         attempt(f"close {name}", built.close)
-    header = ["layer", "path", "tokens", "eager", "replayed", "replay against eager", ""]
-    show(layer.world, f"relative errors, {geometry}", [header, *lines])
 
 
-def check_bench(layer: Any, geometry: str, options: dict[str, Any], attempt: Any) -> None:
+def largest_errors(name: str, rows: list[list[str]], good: bool) -> list[list[str]]:
+    """One row: a path, its largest errors to float32, rounded alike, and with h as summed, over all counts."""
+    columns = [[float(row[index]) for row in rows if row[index] != "-"] for index in (1, 2, 3, 4)]
+    exact = max(columns[0] + columns[1])
+    alike = [f"{max(column):.4f}" if column else "-" for column in columns[2:]]
+    bitwise = "equal" if all("equal" in row[5] for row in rows) else "DIFFERS"
+    return [[name, f"{exact:.4f}", *alike, bitwise, "ok" if good else "TOO LARGE"]]
+
+
+def check_bench(layer: Any, geometry: str, options: dict[str, Any], attempt: Any, results: Any) -> None:
     from layer_bench import measure
 
-    tokens = tuple(options["tokens"])
-    rows, stages = measure(layer, list(options["path"]), tokens, attempt)
-    show(layer.world, f"microseconds a layer, {geometry}, by tokens a rank", [["path", *map(str, tokens)], *rows])
-    if stages:
-        show(layer.world, f"microseconds of each stage alone, {geometry}", stages)
+    size, tokens = layer.world.size, tuple(sorted(options["tokens"]))
+    capacities = tuple(options["mega_capacity"]) or None
+    bench = measure(layer, list(options["path"]), tokens, tuple(options["bare_tokens"]), capacities, attempt)
+    rows = [["path", *map(str, tokens)], *bench.rows()]
+    show(layer.world, f"microseconds a layer, {geometry}, {size} ranks, by tokens a rank", rows)
+    if bench.stages:
+        title = f"microseconds of each stage alone, {geometry}, {size} ranks, flashinfer+cutedsl"
+        show(layer.world, title, bench.stages)
+    if layer.world.rank == 0:
+        results.append(("bench", geometry, size, rows))
 
 
 def show(world: Any, title: str, rows: list[list[str]]) -> None:
+    world.say("\n".join([title, *aligned(rows)]))
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    world.say("\n".join([title, *lines]))
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def side_by_side(results: list[tuple[str, str, int, list[list[str]]]]) -> None:
+    """One table a geometry and part, ranks beside each other."""
+    for part, geometry in dict.fromkeys((part, geometry) for part, geometry, _, _ in results):
+        found: dict[int, dict[str, list[str]]] = {}
+        for one, of, size, rows in results:
+            if (one, of) == (part, geometry):
+                found.setdefault(size, {}).update({row[0]: row[1:] for row in rows})
+        if part == "numerics":
+            heads = ["f32", "rounded alike", "h as summed", "replay", ""]
+        else:
+            heads = next(iter(found.values()))["path"]
+        names = dict.fromkeys(name for rows in found.values() for name in rows if name != "path")
+        table = [["path", *(f"{size} ranks: {head}" for size in found for head in heads)]]
+        for name in names:
+            table.append([name, *(cell for rows in found.values() for cell in rows.get(name, ["-"] * len(heads)))])
+        click.echo("\n".join([f"{part}, {geometry}", *aligned(table)]))
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def run_world(processes: list[Any], go: Any, deadline: float) -> list[str]:
+    """Let the processes of one number of ranks run to their end; what went wrong with them."""
+    go.set()
+    until = time.monotonic() + deadline
+    while any(process.is_alive() for process in processes) and time.monotonic() < until:
+        if any(process.exitcode not in (None, 0) for process in processes):
+            until = min(until, time.monotonic() + 5)
+        time.sleep(0.1)
+    for rank, process in enumerate(processes):
+        if process.is_alive():
+            click.echo(f"rank {rank} ended by the deadline, or because another rank died")
+            process.kill()
+        process.join()
+    return [f"exit code {process.exitcode}" for process in processes if process.exitcode != 0]
+
+
+def default_paths(options: dict[str, Any]) -> tuple[str, ...]:
+    if options["single"]:
+        return "local+torch", "local+cutedsl"
+    on_gpu = options["device"] == "cuda"
+    numerics = PATH_NAMES if on_gpu else CPU_PATH_NAMES
+    bench = ("auto", "bare", "transformers") if on_gpu else ("auto",)
+    wanted = [*(bench if "bench" in options["only"] else ()), *(numerics if "numerics" in options["only"] else ())]
+    return tuple(dict.fromkeys(wanted))
 
 
 @click.command()
 @click.option("--single", is_flag=True, help="One GPU and no exchange: the kernels alone.")
+@click.option("--ranks", multiple=True, type=int, default=(2,), show_default=True, help="One run after the other.")
 @click.option("--only", multiple=True, type=click.Choice(["numerics", "bench"]), default=("numerics", "bench"))
-@click.option("--path", multiple=True, help="Paths, `bare` and `transformers`; all by default.")
-@click.option("--geometry", multiple=True, type=click.Choice(["Q", "D", "small"]), default=("Q",), show_default=True)
+@click.option(
+    "--path", multiple=True, help="Paths, and for the bench `auto` (all it chooses from), `bare`, `transformers`."
+)
+@click.option(
+    "--geometry", multiple=True, type=click.Choice(["Q", "D", "D256", "small"]), default=("Q",), show_default=True
+)
 @click.option("--tokens", multiple=True, type=int, default=(1, 8, 64, 256, 2048), show_default=True)
-@click.option("--deadline", default=170.0, show_default=True, help="Seconds after which all processes are ended.")
+@click.option("--bare-tokens", multiple=True, type=int, default=(64, 256), show_default=True)
+@click.option(
+    "--mega-capacity", multiple=True, type=int, help="Of `auto`'s mega kernels; those of the pool by default."
+)
+@click.option("--device", default="cuda", show_default=True, help="cpu tries the script itself, over Gloo.")
+@click.option(
+    "--deadline", default=170.0, show_default=True, help="Seconds after which the ranks of one run are ended."
+)
 def main(**options: Any) -> None:
     """Run the parts that are asked for; exit with 1 if any failed."""
-    size = 1 if options["single"] else 2
-    if not options["path"]:
-        options["path"] = ("local+torch", "local+cutedsl") if options["single"] else (*TWO_RANKS, *BASELINES)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    sizes = (1,) if options["single"] else options["ranks"]
+    options["path"] = options["path"] or default_paths(options)
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager:
-        failures = manager.list()
-        processes = [
-            context.Process(target=run_rank, args=(rank, size, port, options, failures)) for rank in range(size)
-        ]
-        for process in processes:
-            process.start()
-        until = time.monotonic() + options["deadline"]
-        while any(process.is_alive() for process in processes) and time.monotonic() < until:
-            if any(process.exitcode not in (None, 0) for process in processes):
-                until = min(until, time.monotonic() + 5)
-            time.sleep(0.2)
-        for rank, process in enumerate(processes):
-            if process.is_alive():
-                click.echo(f"rank {rank} ended by the deadline, or because another rank died")
+        failures, results = manager.list(), manager.list()
+        worlds = []
+        # All import at once; those of the second number of ranks wait for the first.
+        for size in sizes:
+            port, go = free_port(), context.Event()
+            processes = [
+                context.Process(target=run_rank, args=(rank, size, port, go, options, failures, results))
+                for rank in range(size)
+            ]
+            for process in processes:
+                process.start()
+            worlds.append((processes, go))
+        try:
+            ends = [end for processes, go in worlds for end in run_world(processes, go, options["deadline"])]
+        finally:
+            for process in (process for processes, _ in worlds for process in processes if process.is_alive()):
                 process.kill()
-            process.join()
-        bad = sorted(set(failures)) + [f"exit code {p.exitcode}" for p in processes if p.exitcode != 0]
+        bad = [*sorted(set(failures)), *ends]
+        side_by_side(list(results))
     click.echo(f"FAILED: {bad}" if bad else "all parts ran")
     sys.exit(bool(bad))
 

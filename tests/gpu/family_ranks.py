@@ -116,7 +116,9 @@ def build_early(config: Any) -> None:
     if config.worker.attention != "torch":
         from flashinfer.jit.page import gen_page_module
 
-        gen_page_module().build(need_lock=True)
+        page = gen_page_module()
+        if not page.is_compiled:
+            page.build(need_lock=True)
 
 
 def rank_main(config: Any, rank: int, batches: Any, port_file: Path, folder: str, own: Any, go: Any) -> None:
@@ -178,14 +180,13 @@ class Ranks:
         """
         for rank, pipe in enumerate(self.pipes):
             try:
-                while pipe.poll():
+                while self.said[rank][0] != "done" and pipe.poll():
                     self.said[rank] = pipe.recv()
             except EOFError:
-                pass
+                self.processes[rank].join(timeout=2)
+                raise RuntimeError(f"rank {rank} ended with code {self.processes[rank].exitcode}") from None
             if self.said[rank][0] == "failed":
                 raise RuntimeError(self.said[rank][1])
-            if self.said[rank][0] != "done" and not self.processes[rank].is_alive() and not pipe.poll():
-                raise RuntimeError(f"rank {rank} ended with code {self.processes[rank].exitcode}")
 
     def take_turn(self, deadline: float) -> list[list[torch.Tensor]]:
         """Logits of each rank's sequences."""

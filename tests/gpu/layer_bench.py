@@ -3,13 +3,16 @@
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from expert_pool.dispatch.geometry import StepGeometry
+from expert_pool.dispatch.path_table import PathName
+from layer_auto import Auto, auto
 from layer_setup import PATHS, Built, Inputs, Layer
 
-TOKENS = (1, 8, 64, 256, 2048)
+PAIR = "flashinfer+cutedsl"
 BYTES_A_SECOND = 4.3e12
 # Calls in one graph, each with rows of its own: a step's layers do not find their weights in the L2 cache either.
 CALLS, REPLAYS = 8, 7
@@ -30,6 +33,8 @@ def floor_us(layer: Layer, batches: list[Inputs]) -> float:
 def graph_us(layer: Layer, calls: list[Callable[[], Any]]) -> float:
     """Microseconds of a call inside a graph of all calls, the slowest rank's; collective."""
     world = layer.world
+    if not world.on_gpu:
+        return eager_us(layer, calls)
     for _ in range(2):
         for call in calls:
             call()
@@ -60,7 +65,7 @@ def eager_us(layer: Layer, calls: list[Callable[[], Any]]) -> float:
         world.meet()
         started = time.perf_counter()
         call()
-        torch.cuda.synchronize()
+        world.synchronize()
         times.append(1e6 * (time.perf_counter() - started))
     return max(world.gather(statistics.median(times)))
 
@@ -105,7 +110,7 @@ def transformers_us(layer: Layer, tokens: int) -> float:
     from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed.expert_parallel import AllToAllEP
 
-    mesh = init_device_mesh("cuda", (layer.world.size, 1), mesh_dim_names=("ep", "tp"))
+    mesh = init_device_mesh(layer.world.device.type, (layer.world.size, 1), mesh_dim_names=("ep", "tp"))
     implementation = AllToAllEP(layer.local.module, mesh["ep"], mesh["tp"])
     with torch.no_grad():  # its collectives are autograd functions, which inference mode lacks
         batches = [layer.inputs(tokens, seed=40 + call) for call in range(CALLS)]
@@ -151,56 +156,153 @@ def stage_us(layer: Layer, built: Built, tokens: int) -> dict[str, float]:
     return stages
 
 
+@dataclass
+class Bench:
+    """What was measured of one layer on one number of ranks, microseconds by tokens a rank.
+
+    Attributes:
+        floor: time to read the weights of the experts that are hit.
+        times: by path; `None` where it was not run.
+        candidates: the paths that `auto` chooses from.
+        chosen: by `auto`, for each number of tokens.
+        stages: of the pair, header first.
+    """
+
+    floor: list[float]
+    times: dict[str, list[float | None]] = field(default_factory=dict)
+    candidates: list[str] = field(default_factory=list)
+    chosen: list[str] = field(default_factory=list)
+    stages: list[list[str]] = field(default_factory=list)
+
+    def rows(self) -> list[list[str]]:
+        """Of the table: each path as microseconds (over the fastest candidate, over the floor), then the ratios."""
+        best = [self._best(index, self.candidates or list(self.times)) for index in range(len(self.floor))]
+        rows = [["floor", *(f"{value:.0f}" for value in self.floor)]]
+        for name, found in self.times.items():
+            cells = (
+                "-" if value is None else f"{value:.0f} ({_over(value, fastest)}, {_over(value, floor)})"
+                for value, fastest, floor in zip(found, best, self.floor, strict=True)
+            )
+            rows.append([name, *cells])
+        if self.chosen:
+            taken = [self.times.get(name, [None] * len(best))[index] for index, name in enumerate(self.chosen)]
+            rows.append(["auto takes", *self.chosen])
+            rows.append(["auto over fastest candidate", *map(_over, taken, best)])
+            if "transformers" in self.times:
+                rows.append(["transformers over auto", *map(_over, self.times["transformers"], taken)])
+        mega = [name for name in self.times if name.startswith("mega@")]
+        if mega and PAIR in self.times:
+            fastest = [self._best(index, mega) for index in range(len(best))]
+            rows.append(["pair over fastest mega", *map(_over, self.times[PAIR], fastest)])
+        return rows
+
+    def _best(self, index: int, names: list[str]) -> float | None:
+        return min((self.times[name][index] for name in names if self.times[name][index]), default=None)
+
+
+def _over(value: float | None, other: float | None) -> str:
+    return f"{value / other:.2f}" if value and other else "-"
+
+
 def measure(
-    layer: Layer, names: list[str], tokens: tuple[int, ...], attempt: Callable[..., Any]
-) -> tuple[list[list[str]], list[list[str]]]:
-    """Rows of the table: a path each, a column for each number of tokens; and rows of the pair's stages.
+    layer: Layer,
+    names: list[str],
+    tokens: tuple[int, ...],
+    bare_tokens: tuple[int, ...],
+    mega_capacities: tuple[int, ...] | None,
+    attempt: Callable[..., Any],
+) -> Bench:
+    """All that is asked for of one layer, side by side; collective over all ranks.
 
     Args:
         layer: of a world.
-        names: of paths, and `bare` and `transformers`.
-        tokens: a rank.
+        names: `auto` (all its candidates), paths of their own, `bare` and `transformers`.
+        tokens: a rank, ascending.
+        bare_tokens: those of them for which FlashInfer's layer is built without the pool.
+        mega_capacities: of candidates; unset, those of the pool.
         attempt: runs a function, and says its failure without raising it.
     """
-    times: dict[str, list[float | None]] = {}
-    stage_rows: list[list[str]] = []
+    batches = [[layer.inputs(count, seed=40 + call) for call in range(CALLS)] for count in tokens]
+    bench = Bench([floor_us(layer, given) for given in batches])
     for name in names:
-        if name == "bare":
-            times[name] = [attempt(f"bench {name} {count}", mega_bare_us, layer, count) for count in tokens]
-        elif name == "transformers":
-            times[name] = [attempt(f"bench {name} {count}", transformers_us, layer, count) for count in tokens]
-        elif name.startswith("mega"):
-            # A mega kernel's speed follows the capacity that it is built for.
-            for count in tokens:
-                capacity = next(capacity for capacity in MEGA_CAPACITIES if capacity >= count)
-                built = attempt(f"build {name}@{capacity}", PATHS[name], layer, capacity)
-                result = attempt(f"bench {name} {count}", path_us, layer, built, count) if built else None
-                times.setdefault(name, []).append(result)
-                if built:
-                    attempt(f"close {name}", built.close)
+        if name in bench.times:
+            continue  # a candidate of `auto`
+        if name == "auto":
+            found = attempt("auto", auto, layer, tokens, mega_capacities)
+            if found:
+                bench_candidates(layer, found, tokens, bench, attempt)
+                attempt("close candidates", found.close)
+        elif name in ("bare", "transformers"):
+            run = mega_bare_us if name == "bare" else transformers_us
+            times = [
+                attempt(f"bench {name} {count}", run, layer, count) if name != "bare" or count in bare_tokens else None
+                for count in tokens
+            ]
+            keep(layer, bench, name, times)
         else:
-            built = attempt(f"build {name}", PATHS[name], layer, max(tokens))
-            if not built:
-                continue
-            times[name] = [attempt(f"bench {name} {count}", path_us, layer, built, count) for count in tokens]
-            if name.endswith("cutedsl"):
-                for count in tokens:
-                    stages = attempt(f"stages {name} {count}", stage_us, layer, built, count)
-                    if stages:
-                        heads = ["path", "tokens", *stages]
-                        stage_rows = stage_rows or [heads]
-                        stage_rows.append([name, str(count), *(f"{value:.1f}" for value in stages.values())])
-            attempt(f"close {name}", built.close)
-        layer.world.say(f"{name}: {' '.join('-' if value is None else f'{value:.0f}' for value in times[name])} us")
-    floors = [floor_us(layer, [layer.inputs(count, seed=40 + call) for call in range(CALLS)]) for count in tokens]
-    best = [
-        min((found[index] for found in times.values() if found[index]), default=0.0) for index in range(len(tokens))
-    ]
-    rows = [["floor", *(f"{value:.0f}" for value in floors)]]
-    for name, found in times.items():
-        cells = (
-            "-" if value is None else f"{value:.0f} ({value / fastest:.2f}, {value / floor:.2f})"
-            for value, fastest, floor in zip(found, best, floors, strict=True)
-        )
-        rows.append([name, *cells])
-    return rows, stage_rows
+            keep(layer, bench, name, own_path(layer, name, tokens, bench, attempt))
+    return bench
+
+
+def keep(layer: Layer, bench: Bench, name: str, times: list[float | None]) -> None:
+    bench.times[name] = times
+    layer.world.say(f"{name}: {' '.join('-' if value is None else f'{value:.0f}' for value in times)} us")
+
+
+def bench_candidates(
+    layer: Layer, found: Auto, tokens: tuple[int, ...], bench: Bench, attempt: Callable[..., Any]
+) -> None:
+    """Time every candidate again, apart from the times that were chosen by."""
+    for line in (*found.dropped, found.table.text):
+        layer.world.say(f"auto: {line}")
+    for name, took in found.measured.microseconds.items():
+        layer.world.say(f"auto measured {name}: {' '.join(f'{value:.0f}' for value in took)} us for {found.buckets}")
+    for path_name, path in found.paths.items():
+        name, built = str(path_name), Built(path, layer.local, lambda: None)
+        times = [
+            attempt(f"bench {name} {count}", path_us, layer, built, count) if count <= path.capacity else None
+            for count in tokens
+        ]
+        bench.candidates.append(name)
+        keep(layer, bench, name, times)
+        if name == PAIR and layer.world.on_gpu:
+            stages_of_pair(layer, built, tokens, bench, attempt)
+    shape = layer.as_of_a_model.shape
+    bench.chosen = [str(PathName.parse(found.table.path_for(shape, count))) for count in tokens]
+
+
+def own_path(
+    layer: Layer, name: str, tokens: tuple[int, ...], bench: Bench, attempt: Callable[..., Any]
+) -> list[float | None]:
+    """Times of a path that is built for itself; a mega kernel of the smallest capacity that holds the rows."""
+    times: list[float | None] = []
+    if name.startswith("mega"):
+        for count in tokens:
+            capacity = next((capacity for capacity in MEGA_CAPACITIES if capacity >= count), count)
+            built = attempt(f"build {name} for {capacity}", PATHS[name], layer, capacity)
+            times.append(attempt(f"bench {name} {count}", path_us, layer, built, count) if built else None)
+            if built:
+                attempt(f"close {name}", built.close)
+        return times
+    built = attempt(f"build {name}", PATHS[name], layer, max(tokens))
+    if not built:
+        return [None] * len(tokens)
+    times = [attempt(f"bench {name} {count}", path_us, layer, built, count) for count in tokens]
+    bench.times[name] = times
+    if name == PAIR and layer.world.on_gpu:
+        stages_of_pair(layer, built, tokens, bench, attempt)
+    attempt(f"close {name}", built.close)
+    return times
+
+
+def stages_of_pair(
+    layer: Layer, built: Built, tokens: tuple[int, ...], bench: Bench, attempt: Callable[..., Any]
+) -> None:
+    """Each stage of the pair alone, and the exchange's share of the layer's time."""
+    for index, count in enumerate(tokens):
+        stages, whole = attempt(f"stages {count}", stage_us, layer, built, count), bench.times[PAIR][index]
+        if stages:
+            bench.stages = bench.stages or [["tokens", *stages, "layer", "exchange over layer"]]
+            took = "-" if whole is None else f"{whole:.1f}"
+            cells = (*(f"{value:.1f}" for value in stages.values()), took, _over(stages["dispatch+combine"], whole))
+            bench.stages.append([str(count), *cells])

@@ -1,9 +1,11 @@
 """Ranks, one MoE layer with its inputs and float32 reference, and every path to its experts; for check_layers.py."""
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from expert_pool.dispatch.layout import Layout
 from expert_pool.dispatch.limits import Limits, QuantisationKind
 from expert_pool.dispatch.mega import MegaPath
 from expert_pool.dispatch.mega_kernels import MegaKernels
+from expert_pool.dispatch.moe_layer import MoeLayer
 from expert_pool.dispatch.pair_budget import ExpertShape, pair_budget
 from expert_pool.dispatch.path import DispatchedPath
 from expert_pool.dispatch.select import make_dispatcher, make_experts
@@ -23,7 +26,13 @@ from expert_pool.dispatch.torch_experts import LocalExperts
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rounded_experts import Blockwise, PerTensor
+
 GROUP_TIMEOUT = timedelta(seconds=100)
+# `[N, H]` rows of one of this rank's experts, with their routing weights `[N]` -> `[N, H]` float32, weighted.
+Chain = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,29 +48,32 @@ class Size:
 SIZES = {
     "Q": Size(2048, 128, 8, 768),
     "D": Size(7168, 64, 8, 2048),
-    "small": Size(64, 8, 2, 32),
+    "D256": Size(7168, 256, 8, 2048),
+    "small": Size(256, 16, 2, 128),
 }
 
 
 class World:
     """This process among its peers, with the groups of a rank."""
 
-    def __init__(self, rank: int, size: int, port: int):
+    def __init__(self, rank: int, size: int, port: int, device: str = "cuda"):
         self.rank, self.size = rank, size
         self.layout = Layout(size)
-        self.device = torch.device("cuda", rank)
+        self.on_gpu = device == "cuda"
+        self.device = torch.device("cuda", rank) if self.on_gpu else torch.device("cpu")
         self.started = time.perf_counter()
-        torch.cuda.set_device(self.device)
+        if self.on_gpu:
+            torch.cuda.set_device(self.device)
         self.host_group: dist.ProcessGroup | None = None
         self.ep_group: Any = None
         if size > 1:
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl",
+                "cpu:gloo,cuda:nccl" if self.on_gpu else "gloo",
                 init_method=f"tcp://127.0.0.1:{port}",
                 rank=rank,
                 world_size=size,
                 timeout=GROUP_TIMEOUT,
-                device_id=self.device,
+                device_id=self.device if self.on_gpu else None,
             )
             self.host_group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
             self.ep_group = dist.group.WORLD
@@ -79,8 +91,12 @@ class World:
         dist.all_gather_object(values, value, group=self.host_group)
         return values
 
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
     def meet(self) -> None:
-        torch.cuda.synchronize()
+        self.synchronize()
         self.gather(None)
 
 
@@ -108,7 +124,7 @@ class Layer:
             num_experts=self.num_local,
             num_experts_per_tok=size.top_k,
         )
-        config._experts_implementation = "grouped_mm"
+        config._experts_implementation = "grouped_mm" if self.world.on_gpu else "eager"
         torch.set_default_dtype(torch.bfloat16)
         with self.world.device:
             module = Qwen3MoeExperts(config).requires_grad_(False)
@@ -128,8 +144,24 @@ class Layer:
         weights, ids = scores.topk(size.top_k, dim=1)
         return Inputs(x, ids, weights / weights.sum(dim=1, keepdim=True))
 
-    def reference(self, inputs: "Inputs") -> torch.Tensor:
-        """`[T, H]` in float32 over all ranks' experts; collective."""
+    @property
+    def as_of_a_model(self) -> MoeLayer:
+        """As what chooses between paths sees it."""
+        size = self.size
+        return MoeLayer(
+            "the layer", size.experts, size.top_k, size.hidden, size.intermediate, torch.float32, self.local
+        )
+
+    def in_float32(self, expert: int, x_NH: torch.Tensor, weight_N: torch.Tensor) -> torch.Tensor:
+        """A `Chain` that rounds nothing."""
+        module = self.local.module
+        gate, up = (x_NH.float() @ module.gate_up_proj[expert].float().T).chunk(2, dim=-1)
+        h = torch.nn.functional.silu(gate) * up
+        return (h @ module.down_proj[expert].float().T) * weight_N.unsqueeze(1)
+
+    def reference(self, inputs: "Inputs", chain: Chain | None = None) -> torch.Tensor:
+        """`[T, H]` in float32 over all ranks' experts, each computed by `chain`; collective."""
+        chain = chain or self.in_float32
         world, size = self.world, self.size
         counts = world.gather(inputs.x.shape[0])
         largest = max(*counts, 1)
@@ -141,9 +173,7 @@ class Layer:
             row, slot = (ids == first + expert).nonzero(as_tuple=True)
             for part in torch.arange(row.numel(), device=world.device).split(4096):
                 r, s = row[part], slot[part]
-                gate, up = (x[r].float() @ self.local.module.gate_up_proj[expert].float().T).chunk(2, dim=-1)
-                h = torch.nn.functional.silu(gate) * up
-                y.index_add_(0, r, (h @ self.local.module.down_proj[expert].float().T) * weights[r, s].unsqueeze(1))
+                y.index_add_(0, r, chain(expert, x[r], weights[r, s]))
         if world.size > 1:
             dist.all_reduce(y)
         return y.view(world.size, largest, -1)[world.rank, : inputs.x.shape[0]]
@@ -182,13 +212,24 @@ class Inputs:
 
 @dataclass
 class Built:
-    """A path that is ready to run, and how to give back what it holds."""
+    """A path that is ready to run, and how to give back what it holds.
+
+    Attributes:
+        path: an `ExpertPath`.
+        experts: of the layer.
+        close: gives up its memory.
+        limit: of its error.
+        filler: of rows that carry no token.
+        rounded: in fp8, references that round the same operands; the second, where there is one, rounds the
+            intermediate as the kernel's own sums give it.
+    """
 
     path: Any
     experts: LocalExperts
     close: Callable[[], None]
     limit: float = 5e-3
     filler: float = float("nan")
+    rounded: tuple[Chain, ...] = ()
 
     def run(self, inputs: Inputs, geometry: StepGeometry) -> torch.Tensor:
         return self.path.run(self.experts, inputs.x, inputs.ids, inputs.weights, geometry)
@@ -227,17 +268,35 @@ def dispatched(layer: Layer, dispatch: str, experts: str, capacity: int) -> Buil
     return Built(path, layer.local, getattr(dispatcher, "close", lambda: None))
 
 
-def mega(layer: Layer, quantisation: QuantisationKind, capacity: int) -> Built:
-    """FlashInfer's mega kernel as the pool calls it."""
+class PromotingKernels(MegaKernels):
+    """fp8 kernels that add every 128 columns into a second accumulator, which the pool does not ask for.
+
+    Against these one sees what of an error is the coarse accumulation of the others.
+    """
+
+    def _kernel_config(self, intermediate_size: int, top_k: int, scales: tuple[float, float]) -> Any:
+        config = super()._kernel_config(intermediate_size, top_k, scales)
+        config.fp8_accum_mode = "2xacc"
+        return config
+
+
+def mega(layer: Layer, quantisation: QuantisationKind, capacity: int, promotes: bool = False) -> Built:
+    """FlashInfer's mega kernel as the pool calls it; or promoting its sums."""
     world, size, module = layer.world, layer.size, layer.local.module
-    kernels = MegaKernels(world.ep_group, world.layout, world.rank, world.device, quantisation)
+    kind = PromotingKernels if promotes else MegaKernels
+    kernels = kind(world.ep_group, world.layout, world.rank, world.device, quantisation)
+    weights, rounded = (module.gate_up_proj.detach(), module.down_proj.detach()), ()
     if quantisation == "fp8":
-        kernels.scales[id(module)] = fp8_scales(layer)
+        scales = kernels.scales[id(module)] = fp8_scales(layer)
+        rounded = (PerTensor(*weights, scales), PerTensor(*weights, scales, accumulates_as_kernel=True))
+        rounded = rounded[:1] if promotes else rounded
+    elif quantisation == "fp8_blockwise":
+        rounded = (Blockwise(*weights),)
     path = MegaPath(world.collectives, kernels, world.rank, capacity)
     path.adopt(module, "the layer", size.experts, size.top_k)
     limit = 5e-3 if quantisation == "none" else 8e-2
     # The padding stays finite: the kernel reads rows that carry no token.
-    return Built(path, layer.local, kernels.close, limit, 1e3)
+    return Built(path, layer.local, kernels.close, limit, 1e3, rounded)
 
 
 def fp8_scales(layer: Layer) -> tuple[float, float]:
@@ -254,11 +313,13 @@ def fp8_scales(layer: Layer) -> tuple[float, float]:
 PATHS: dict[str, Callable[[Layer, int], Built]] = {
     "local+torch": lambda layer, capacity: dispatched(layer, "local", "torch", capacity),
     "local+cutedsl": lambda layer, capacity: dispatched(layer, "local", "cutedsl", capacity),
+    "alltoall+torch": lambda layer, capacity: dispatched(layer, "alltoall", "torch", capacity),
     "allgather+torch": lambda layer, capacity: dispatched(layer, "allgather", "torch", capacity),
     "allgather+cutedsl": lambda layer, capacity: dispatched(layer, "allgather", "cutedsl", capacity),
     "flashinfer+torch": lambda layer, capacity: dispatched(layer, "flashinfer", "torch", capacity),
     "flashinfer+cutedsl": lambda layer, capacity: dispatched(layer, "flashinfer", "cutedsl", capacity),
     "mega": lambda layer, capacity: mega(layer, "none", capacity),
     "mega-fp8": lambda layer, capacity: mega(layer, "fp8", capacity),
+    "mega-fp8-2xacc": lambda layer, capacity: mega(layer, "fp8", capacity, promotes=True),
     "mega-fp8-blockwise": lambda layer, capacity: mega(layer, "fp8_blockwise", capacity),
 }

@@ -1,0 +1,109 @@
+"""What `dispatch: auto` would choose for a layer, found by the pool's own code; for check_layers.py."""
+
+import socket
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from expert_pool.dispatch.budget import RowFormat, exchange_budget, exchange_rows
+from expert_pool.dispatch.choice import Measured, choose
+from expert_pool.dispatch.limits import Limits
+from expert_pool.dispatch.moe_layer import MoeLayer
+from expert_pool.dispatch.pair_budget import ExpertShape, pair_budget
+from expert_pool.dispatch.path import ExpertPath
+from expert_pool.dispatch.path_maker import PathMaker, copy_bytes
+from expert_pool.dispatch.path_table import PathName, PathTable, candidate_paths, measured_rows
+from expert_pool.dispatch.probe import HostGroup
+from expert_pool.dispatch.tuning import Tuning
+from expert_pool.workers.graph_set import make_backend
+from expert_pool.workers.path_choice import PathChoice
+from layer_setup import Layer
+
+
+@dataclass
+class Auto:
+    """All candidates, ready to run, and what was chosen.
+
+    Attributes:
+        paths: those that every rank can take.
+        measured: microseconds of each, as a start-up measures them.
+        table: the chosen path of each number of rows.
+        dropped: the others, with the reason.
+    """
+
+    paths: dict[PathName, ExpertPath]
+    measured: Measured
+    buckets: tuple[int, ...]
+    table: PathTable
+    dropped: tuple[str, ...]
+    maker: PathMaker
+
+    def close(self) -> None:
+        """Give up all of it; collective over all ranks."""
+        self.paths.clear()
+        self.maker.keep_only([])
+
+
+class KeepingChoice(PathChoice):
+    """Chooses as at a start-up, and keeps every candidate."""
+
+    def measure_all(self, layer: MoeLayer, maker: PathMaker) -> Auto:
+        config = self._config
+        names = candidate_paths(
+            config.tuning, config.worker.device, config.experts, config.quantisation, config.capacity
+        )
+        self._probe(names, [layer])
+        left = [name for name in names if str(name) not in self._dropped]
+        paths = self._build(left, [layer])
+        buckets = measured_rows(config.limits, config.layout, config.capacity)
+        measured = self._measure(paths, {layer.shape: layer}, buckets, [layer])
+        copies = copy_bytes([layer], config.quantisation)
+        choice = choose(buckets, measured, self._costs(paths), copies, config.tuning.max_bytes)
+        return Auto(paths, measured[0], buckets, choice.table, tuple(map(str, self._dropped.values())), maker)
+
+
+def auto(layer: Layer, tokens: tuple[int, ...], mega_capacities: tuple[int, ...] | None) -> Auto:
+    """Measure the candidates for these numbers of tokens a rank, and choose; collective over all ranks.
+
+    Args:
+        layer: of a world.
+        tokens: a rank, ascending; the largest is the capacity.
+        mega_capacities: as in `Tuning`.
+    """
+    world, size = layer.world, layer.size
+    capacity, graphs = tokens[-1], tokens[:-1] or tokens
+    limits = Limits(
+        chunked_prefill_size=capacity,
+        max_running_requests=graphs[-1],
+        cuda_graph_bs=graphs,
+        disable_piecewise_cuda_graph=True,
+    )
+    row_format = RowFormat(size.hidden, size.top_k, torch.bfloat16, torch.float32)
+    shape = ExpertShape(size.hidden, size.intermediate, size.top_k, layer.num_local)
+    config: Any = SimpleNamespace(
+        tuning=Tuning(mega_capacities=mega_capacities),
+        limits=limits,
+        layout=world.layout,
+        capacity=capacity,
+        experts="auto",
+        quantisation="none",
+        worker=SimpleNamespace(device=world.device.type),
+    )
+    maker = PathMaker(
+        collectives=world.collectives,
+        group=world.ep_group,
+        layout=world.layout,
+        rank=world.rank,
+        device=world.device,
+        budget=exchange_budget(limits, world.layout, [row_format], capacity=capacity),
+        pair_budget=pair_budget(exchange_rows(world.layout, capacity), [shape]),
+        formats=((size.experts, row_format),),
+        quantisation="none",
+        peer_timeout_s=60,
+        records_graphs=True,
+    )
+    assert world.host_group is not None, f"{socket.gethostname()} has one rank: nothing to choose from"
+    hosts = HostGroup(world.host_group, world.rank)
+    with torch.inference_mode(False):
+        return KeepingChoice(config, maker, hosts, make_backend(world.device)).measure_all(layer.as_of_a_model, maker)

@@ -1,13 +1,14 @@
-"""Qwen3-30B-A3B's whole geometry with random weights on two GPUs: start, decode steps beside their floors, throughput.
+"""Qwen3-30B-A3B's whole geometry with random weights: start, decode steps beside their floors, scaling, throughput.
 
-    python tests/gpu/check_large.py --dispatch flashinfer --experts cutedsl
-    python tests/gpu/check_large.py --part plain --profile-host
-    python tests/gpu/check_large.py --device cpu --tiny --layers 2 --requests 1,3        finds typos on a CPU
+    python tests/gpu/check_large.py --ranks 2 --ranks 4 --dispatch flashinfer --experts cutedsl --plain beside
+    python tests/gpu/check_large.py --ranks 4 --part auto
+    python tests/gpu/check_large.py --device cpu --tiny --layers 2 --requests 1,2 --auto-requests 1,4 --part auto
 
-`pool` is the step as a Ray pool runs it, `loop` the same step loop in plain processes, `bare` its graph replayed back
-to back on constant inputs. All are the same code, so pool/bare is what Ray, scheduling, agreement and packing cost. The
-floor is the time to read once, at 4.3 TB/s, all dense weights but the embedding, the experts that the batch hits (were
-routing uniform) and the cached keys and values.
+The last finds typos on a CPU. All pools share one Ray session. `pool` is the step as a pool runs it, one pool for each
+number of ranks. `plain` runs the ranks of the first as plain processes without Ray: the same step loop, and its graphs
+replayed back to back on constant inputs of several steps. All are the same code on the same prompts, so pool/bare is
+what Ray, scheduling, agreement and packing cost. `auto` lets the pool of the last number of ranks measure which way to
+the experts to take, with `worker.expert_load`; then it records its graphs anew without counting.
 """
 
 import tempfile
@@ -15,26 +16,28 @@ import time
 from typing import Any
 
 import click
-import msgspec
+import large_insides
+import rank_insides
 import ray
-import step_times
 from expert_pool.cluster import (
     CacheConfig,
     ExpertPool,
     Limits,
     PlacementConfig,
     PoolConfig,
+    RecoveryConfig,
     SamplingParams,
     WorkerConfig,
 )
-from expert_pool.cluster.pool import _get
+from expert_pool.cluster.pool import _get, validate
+from expert_pool.dispatch.tuning import Tuning
 from expert_pool.workers.model_spec import ModelSpec
-from expert_pool.workers.rank_config import RankConfig
-from harness import end_after, save_config, say, show
-from plain_loop import PROMPT_TOKENS, Measured, measure_plain, prompts
-from step_times import begin_times, end_times, middle
+from harness import begin_session, end_after, in_time, save_config, say
+from large_insides import counting_problems, stop_counting
+from large_tables import PoolStep, show_bare, show_counting, show_scaling, show_steps
+from plain_loop import PROMPT_TOKENS, Measured, PlainRanks, dealt, prompts
+from step_times import traced_steps
 
-BYTES_PER_S = 4.3e12
 TINY = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -45,84 +48,115 @@ TINY = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
+PARTS = ("pool", "plain", "auto")
 
-results: dict[str, Any] = {"pool": {}, "plain": {}, "notes": []}
-
-
-class PoolStep(msgspec.Struct, frozen=True):
-    """Of one number of requests a rank: milliseconds of a replayed step (median, rank 0), of any decode step by
-    `RankStats` (mean, all ranks), and generated tokens a second of the pool, prefill included."""
-
-    step_ms: float
-    stats_ms: float
-    tokens_per_s: float
+pools: dict[int, dict[int, PoolStep]] = {}
+plain: list[Measured] = []
+auto: dict[int, PoolStep] = {}
+auto_uncounted: dict[int, PoolStep] = {}
+notes: list[str] = []
+session: list[Any] = []
 
 
-def pool_config(folder: str, options: dict[str, Any]) -> PoolConfig:
+def note(line: str) -> None:
+    notes.append(line)
+    say(line)
+
+
+def pool_config(folder: str, ranks: int, options: dict[str, Any], **others: Any) -> PoolConfig:
     most, tokens = max(options["requests"]), PROMPT_TOKENS + options["new_tokens"]
     on_gpu = options["device"] == "cuda"
+    chosen = {name: options[name] for name in ("dispatch", "experts", "quantisation")} | others
+    expert_load = chosen.pop("expert_load", False)
     return PoolConfig(
         model=folder,
-        ranks=2,
+        ranks=ranks,
         dtype="bfloat16" if on_gpu else "float32",
         weights="random",
-        dispatch=options["dispatch"],
-        experts=options["experts"],
-        quantisation=options["quantisation"],
-        address="local",
+        **chosen,
         limits=Limits(
             chunked_prefill_size=2048,
             max_running_requests=most,
-            cuda_graph_bs=(*(bucket for bucket in options["buckets"] if bucket < most), most),
+            cuda_graph_bs=tuple(sorted({bucket for bucket in options["buckets"] if bucket < most} | {most})),
             disable_piecewise_cuda_graph=True,
             max_dispatch_tokens_per_rank=options["capacity"],
         ),
         cache=CacheConfig(num_tokens=most * (tokens + 32) + 4096),
-        worker=WorkerConfig(device=options["device"], overlap=options["overlap"], step_timeout_s=120),
+        worker=WorkerConfig(
+            device=options["device"],
+            overlap=options["overlap"],
+            step_timeout_s=120,
+            trace_steps=2 * options["new_tokens"] + 64,
+            expert_load=expert_load,
+        ),
+        address="local",  # never another cluster that is found, should the session be gone
         placement=PlacementConfig(timeout_s=60, start_timeout_s=options["deadline"]),
+        recovery=RecoveryConfig(max_restarts=0),
     )
 
 
-def measure_pool(config: PoolConfig, options: dict[str, Any]) -> RankConfig:
+def measure_pool(folder: str, ranks: int, options: dict[str, Any]) -> None:
+    """A pool of this many ranks; beside the first, plain ranks load, and measure while the pool is idle."""
+    config = pool_config(folder, ranks, options)
+    is_first, plain_ranks = ranks == options["ranks"][0], None
+    if is_first and "plain" in options["part"] and options["plain"] == "beside":
+        plain_ranks = new_plain_ranks(config, options)
+    try:
+        with launched(config, options) as pool:
+            pools[ranks] = steps = {}
+            for count in options["requests"]:
+                steps[count] = measure_requests(pool, count, options["new_tokens"])
+                say(f"  {count} a rank: {steps[count]}")
+            note(f"{ranks} ranks, eager steps, warm-up included: {dict(pool.status().graphs[0].eager_steps)}")
+            if plain_ranks is not None:
+                gpus = [",".join(place.gpu_ids) for place in pool.status().places]
+                note(f"GPUs of the pool {gpus}, of the plain ranks beside it 0 to {ranks - 1}")
+                attempt("plain ranks", measure_plain, plain_ranks, options)
+    finally:
+        if plain_ranks is not None:
+            plain_ranks.end()
+
+
+def launched(config: PoolConfig, options: dict[str, Any]) -> ExpertPool:
     started = time.monotonic()
-    with ExpertPool.launch(config, report=lambda line: say(f"  {line}")) as pool:
-        launched = time.monotonic() - started
-        status = pool.status()
-        loads = status.loads
-        graph_bytes = sum(use.num_bytes for use in status.graphs[0].graphs)
-        results["notes"].append(
-            f"launch {launched:.1f} s: load {max(load.load_seconds for load in loads):.1f} s, capture "
-            f"{status.capture_seconds:.1f} s, {len(status.graphs[0].graphs)} graphs of {graph_bytes / 2**20:.0f} MiB; "
-            f"dense {loads[0].dense_bytes / 2**30:.2f} GiB, experts {loads[0].expert_bytes / 2**30:.2f} GiB, KV "
-            f"{loads[0].kv_cache_bytes / 2**30:.2f} GiB, exchange {loads[0].exchange_bytes / 2**30:.2f} GiB a rank"
-        )
-        say(results["notes"][-1])
-        for count in options["requests"]:
-            results["pool"][count] = measured = measure_requests(pool, count, options["new_tokens"])
-            say(f"  {count} a rank: {measured}")
-        eager = dict(pool.status().graphs[0].eager_steps)
-        results["notes"].append(f"eager steps, warm-up included: {eager}")
-        return pool.rank_config
+    lines: list[tuple[float, str]] = []
+
+    def report(line: str) -> None:
+        lines.append((time.monotonic(), line))
+        say(f"  {line}")
+
+    pool = in_time(options["case_deadline"], ExpertPool.launch, config, report)
+    status, seconds = pool.status(), time.monotonic() - started
+    load, graphs = status.loads[0], status.graphs[0].graphs
+    stages = [(at - started, line.split(" ")[0].rstrip(":")) for at, line in lines if not line.startswith(" ")]
+    note(
+        f"{config.ranks} ranks, {config.dispatch}+{config.experts}: launch {seconds:.1f} s: load "
+        f"{max(one.load_seconds for one in status.loads):.1f} s, capture {status.capture_seconds:.1f} s, "
+        f"{len(graphs)} graphs of {sum(use.num_bytes for use in graphs) / 2**20:.0f} MiB; a rank holds dense "
+        f"{load.dense_bytes / 2**30:.2f} GiB, experts {load.expert_bytes / 2**30:.2f} GiB, KV "
+        f"{load.kv_cache_bytes / 2**30:.2f} GiB, exchange {load.exchange_bytes / 2**30:.2f} GiB; stages begin at "
+        + ", ".join(f"{at:.1f} {what}" for at, what in stages)
+    )
+    return pool
 
 
 def measure_requests(pool: ExpertPool, count: int, new_tokens: int) -> PoolStep:
-    """Twice that many requests at once, all of one length; the first, shorter run warms up what a prefill compiles."""
-    vocab_size = pool.rank_config.spec.vocab_size
-    generate(pool, prompts(2 * count, vocab_size, seed=7), 4)
-    actors = _get(pool._driver.__ray_call__.remote(lambda driver: driver._gang.actors))
-    on_engines(actors, begin_times)
-    before, started = pool.status().stats, time.monotonic()
-    generated = generate(pool, prompts(2 * count, vocab_size, seed=8), new_tokens)
+    """That many requests a rank at once, all of one length; a shorter run before warms up what a prefill compiles."""
+    ranks, vocab_size = pool.rank_config.layout.world_size, pool.rank_config.spec.vocab_size
+    generate(pool, prompts(ranks * count, vocab_size, seed=99), 4)
+    before, began, started = pool.status().stats, time.perf_counter(), time.monotonic()
+    generated = generate(pool, dealt(ranks, count, vocab_size), new_tokens)
     seconds = time.monotonic() - started
-    after = pool.status().stats
-    step_seconds = on_engines(actors, end_times)[0]
+    after, traced = pool.status().stats, traced_steps(pool.trace()[0], began)
 
     def grown(name: str) -> float:
         return sum(getattr(one, name) for one in after) - sum(getattr(one, name) for one in before)
 
     return PoolStep(
-        step_ms=middle(step_seconds),
+        step_ms=traced.step_ms,
         stats_ms=1e3 * grown("decode_seconds") / max(grown("decode_steps"), 1),
+        agree_ms=traced.agree_ms,
+        host_ms=traced.host_ms,
         tokens_per_s=generated / seconds,
     )
 
@@ -135,94 +169,123 @@ def generate(pool: ExpertPool, batch: list[tuple[int, ...]], new_tokens: int) ->
     return sum(lengths)
 
 
-def on_engines(actors: list[Any], function: Any) -> list[Any]:
-    return _get([actor.__ray_call__.remote(lambda actor: function(actor._engine)) for actor in actors])
+def new_plain_ranks(config: PoolConfig, options: dict[str, Any]) -> PlainRanks:
+    return PlainRanks(validate(config), options["requests"], options["new_tokens"], options["profile_host"])
 
 
-def floor_ms(spec: ModelSpec, count: int, new_tokens: int) -> float:
-    """Milliseconds to read what one rank's step of `count` requests has to read."""
-    embedding = spec.vocab_size * spec.hidden_size * spec.dtype_bytes
-    num_bytes = float(spec.dense_bytes - embedding)
-    for layer in spec.moe:
-        hit = layer.num_experts * (1 - (1 - layer.top_k / layer.num_experts) ** (2 * count))
-        expert = spec.expert_bytes / len(spec.moe) / layer.num_experts
-        num_bytes += hit / 2 * expert
-    num_bytes += count * (PROMPT_TOKENS + new_tokens / 2) * spec.kv_bytes_per_token
-    return 1e3 * num_bytes / BYTES_PER_S
+def measure_plain(ranks: PlainRanks, options: dict[str, Any]) -> None:
+    plain.extend(ranks.measure(options["case_deadline"]))
+
+
+def measure_plain_alone(folder: str, options: dict[str, Any]) -> None:
+    ranks = new_plain_ranks(pool_config(folder, options["ranks"][0], options), options)
+    try:
+        measure_plain(ranks, options)
+    finally:
+        ranks.end()
+
+
+def measure_auto(folder: str, options: dict[str, Any]) -> None:
+    """The way to the experts is measured at start, and experts are counted; then the same graphs without counting."""
+    tuning = Tuning(
+        mega_capacities=tuple(map(int, options["mega_capacities"].split(","))) if options["mega_capacities"] else None,
+        max_bytes=int(options["tuning_gib"] * 2**30),
+    )
+    # On GPUs `auto` is this, and on CPUs it would measure nothing.
+    way = {"dispatch": "measured", "experts": "auto", "tuning": tuning, "expert_load": True}
+    options = options | {"requests": options["auto_requests"], "buckets": options["auto_requests"]}
+    config = pool_config(folder, options["ranks"][-1], options, **way)
+    with launched(config, options) as pool:
+        check_counting(pool, options)
+        for count in options["requests"]:
+            auto[count] = measure_requests(pool, count, options["new_tokens"])
+        ray.get([actor.__ray_call__.remote(_stop_counting) for actor in actors_of(pool)], timeout=60)
+        ray.get(pool._driver.recapture.remote(), timeout=120)
+        for count in options["requests"]:
+            auto_uncounted[count] = measure_requests(pool, count, options["new_tokens"])
+        note(f"auto, eager steps: {dict(pool.status().graphs[0].eager_steps)}")
+
+
+def check_counting(pool: ExpertPool, options: dict[str, Any]) -> None:
+    layout, new_tokens = pool.rank_config.layout, options["new_tokens"]
+    leaders = [actors_of(pool)[layout.leader(dp_rank)] for dp_rank in range(layout.dp_size)]
+    count = options["requests"][len(options["requests"]) // 2]
+    generate(pool, prompts(layout.dp_size, pool.rank_config.spec.vocab_size, seed=98), 2)
+    found = []
+    for batch in ([], dealt(layout.dp_size, count, pool.rank_config.spec.vocab_size)):
+        generate(pool, batch, new_tokens)
+        time.sleep(0.5)  # ranks go idle, which brings the counters to the host
+        found.append((ray.get([leader.expert_counts.remote() for leader in leaders]), pool.status().stats))
+    (counts, stats), (counts_after, stats_after) = found
+    top_k = pool.rank_config.spec.moe[0].top_k
+    problems = counting_problems(counts, counts_after, stats, stats_after, new_tokens, top_k)
+    note(f"FAILED counters: {problems}" if problems else f"expert counters are right on {len(leaders)} DP ranks")
+
+
+def _stop_counting(actor: Any) -> None:
+    stop_counting(actor._engine)
+
+
+def actors_of(pool: ExpertPool) -> list[Any]:
+    actors: list[Any] = _get(pool._driver.__ray_call__.remote(lambda driver: driver._gang.actors))
+    return actors
 
 
 def report(spec: ModelSpec, options: dict[str, Any]) -> None:
-    header = ["requests a rank", "pool ms", "by RankStats", "loop ms", "bare ms", "floor ms"]
-    rows: list[list[Any]] = [[*header, "pool/bare", "loop/bare", "pool/floor", "bare/floor", "tokens/s"]]
-    for count in options["requests"]:
-        pool: PoolStep | None = results["pool"].get(count)
-        plain: Measured | None = results["plain"].get(count)
-        step = pool.step_ms if pool else float("nan")
-        loop, bare = (plain.loop_ms, plain.bare_ms) if plain else (float("nan"),) * 2
-        floor = floor_ms(spec, count, options["new_tokens"])
-        values = [step, pool.stats_ms if pool else float("nan"), loop, bare, floor]
-        ratios = [step / bare, loop / bare, step / floor, bare / floor]
-        rows.append(
-            [
-                count,
-                *(f"{value:.3f}" for value in (*values, *ratios)),
-                f"{pool.tokens_per_s:.0f}" if pool else "-",
-            ]
-        )
     overlap = {None: "default", True: "on", False: "off"}[options["overlap"]]
     way = f"{options['dispatch']}+{options['experts']}, quantisation {options['quantisation']}, overlap {overlap}"
-    show(f"{options['layers']} layers, {way}", rows)
-    profiled = [plain for plain in results["plain"].values() if plain.profile]
-    if profiled:
-        parts = list(dict.fromkeys(part for plain in profiled for part in plain.profile))
-        lines = [[part, *(f"{plain.profile.get(part, 0):.0f}" for plain in profiled)] for part in parts]
-        show("host, mean microseconds on rank 0", [["requests a rank", *(p.requests for p in profiled)], *lines])
-    for note in results["notes"]:
-        click.echo(note)
+    show_steps(f"{options['layers']} layers, {way}", spec, pools, options["new_tokens"])
+    show_scaling(pools)
+    show_bare(pools.get(options["ranks"][0], {}), plain)
+    last = options["ranks"][-1]
+    show_steps("ways to the experts as measured, experts counted", spec, {last: auto}, options["new_tokens"])
+    show_counting(auto, auto_uncounted)
+    for line in notes:
+        click.echo(line)
 
 
 @click.command()
+@click.option("--ranks", multiple=True, type=int, default=(2,), show_default=True, help="Sizes, one pool each.")
 @click.option("--dispatch", default="flashinfer", show_default=True)
 @click.option("--experts", default="auto", show_default=True)
 @click.option("--quantisation", default="none", show_default=True)
 @click.option("--layers", default=48, show_default=True)
-@click.option("--requests", default="1,8,64,256", show_default=True, help="A rank, at once.")
-@click.option("--buckets", default="1,8,64,128,256", show_default=True)
+@click.option("--requests", default="1,4,8,32,64,128,256", show_default=True, help="A rank, at once.")
+@click.option("--buckets", default="1,4,8,32,64,128,256", show_default=True)
 @click.option("--new-tokens", default=64, show_default=True)
 @click.option("--capacity", type=int, help="limits.max_dispatch_tokens_per_rank.")
 @click.option("--overlap/--no-overlap", default=None)
-@click.option("--part", multiple=True, type=click.Choice(["pool", "plain"]), default=("pool", "plain"))
+@click.option("--part", multiple=True, type=click.Choice(PARTS), default=("pool", "plain"), show_default=True)
+@click.option("--plain", default="after", type=click.Choice(["after", "beside"]), help="When plain ranks load.")
 @click.option("--profile-host", is_flag=True, help="Where the host's time goes, in the plain processes.")
+@click.option("--auto-requests", default="8,64,256", show_default=True, help="As --requests, and the buckets, of auto.")
+@click.option("--mega-capacities", default="", help="Of mega kernels that are measured, like 64,256.")
+@click.option("--tuning-gib", default=8.0, show_default=True, help="tuning.max_bytes.")
 @click.option("--device", default="cuda", type=click.Choice(["cuda", "cpu"]))
 @click.option("--tiny", is_flag=True, help="Everything small but the number of layers.")
-@click.option("--deadline", default=235.0, show_default=True)
+@click.option("--case-deadline", default=240.0, show_default=True, help="For a launch, and for all of the plain ranks.")
+@click.option("--deadline", default=580.0, show_default=True)
 def main(**options: Any) -> None:
-    """Measure the parts that are asked for, and print one table; exit with 3 at the deadline."""
-    from expert_pool.cluster.pool import validate
-
-    options["requests"] = [int(number) for number in options["requests"].split(",")]
-    options["buckets"] = [int(number) for number in options["buckets"].split(",")]
-    ray.cloudpickle.register_pickle_by_value(step_times)  # actors do not see this folder
+    """Measure the parts that are asked for, and print tables; exit with 3 at the deadline."""
+    for name in ("requests", "buckets", "auto_requests"):
+        options[name] = [int(number) for number in options[name].split(",")]
+    if options["device"] == "cpu" and options["dispatch"] == "flashinfer":
+        options["dispatch"] = "alltoall"
     with tempfile.TemporaryDirectory() as folder:
-        config = pool_config(
-            save_config(folder, num_hidden_layers=options["layers"], **(TINY if options["tiny"] else {})), options
-        )
-        rank_config = validate(config)
-        end_after(options["deadline"], lambda: report(rank_config.spec, options))
-        if "pool" in options["part"]:
-            attempt("pool", measure_pool, config, options)
-        if "plain" in options["part"]:
-            attempt("plain ranks", measure_plain_ranks, rank_config, options)
-        report(rank_config.spec, options)
-    if any(note.startswith("FAILED") for note in results["notes"]):
-        raise SystemExit(1)
-
-
-def measure_plain_ranks(rank_config: RankConfig, options: dict[str, Any]) -> None:
-    for measured in measure_plain(
-        rank_config, options["requests"], options["new_tokens"], options["profile_host"], options["deadline"]
-    ):
-        results["plain"][measured.requests] = measured
+        save_config(folder, num_hidden_layers=options["layers"], **(TINY if options["tiny"] else {}))
+        spec = validate(pool_config(folder, options["ranks"][0], options)).spec
+        end_after(options["deadline"], lambda: report(spec, options))
+        session.extend((max(options["ranks"]), options["device"], (large_insides, rank_insides)))
+        begin_session(*session)
+        for ranks in options["ranks"] if "pool" in options["part"] else ():
+            attempt(f"pool of {ranks} ranks", measure_pool, folder, ranks, options)
+        if "plain" in options["part"] and ("pool" not in options["part"] or options["plain"] == "after"):
+            attempt("plain ranks", measure_plain_alone, folder, options)
+        if "auto" in options["part"]:
+            attempt("auto", measure_auto, folder, options)
+        report(spec, options)
+    ray.shutdown()
+    raise SystemExit(any("FAILED" in line for line in notes))
 
 
 def attempt(what: str, function: Any, *arguments: Any) -> None:
@@ -231,8 +294,10 @@ def attempt(what: str, function: Any, *arguments: Any) -> None:
     try:
         function(*arguments)
     except Exception as error:
-        results["notes"].append(f"FAILED {what}: {type(error).__name__}: {str(error)[-1500:]}")
-        say(results["notes"][-1])
+        note(f"FAILED {what}: {type(error).__name__}: {str(error)[-1500:]}")
+        if isinstance(error, TimeoutError):  # what hangs would keep its GPUs
+            ray.shutdown()
+            begin_session(*session)
 
 
 if __name__ == "__main__":

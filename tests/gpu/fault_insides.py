@@ -33,6 +33,31 @@ def other_facts(engine: RankEngine, changes: dict[str, Any]) -> Iterator[None]:
         yield
 
 
+def disagree_at_next_step(engine: RankEngine, what: str) -> None:
+    """From its next agreement on, this rank of a running pool holds or wants something else than the others.
+
+    Args:
+        engine: of this rank.
+        what: `graphs`: it lacks the graph that steps replay; `backend`: its experts have another name; `step`: it is a
+            step ahead.
+    """
+    agreement, graphs, state = engine._loop._agreement, engine.graphs, engine._loop._state
+    agree, facts = agreement.agree, state._facts
+
+    def agree_otherwise(proposal: Any, state: Any) -> Any:
+        agreement.agree = agree
+        if what == "step":
+            return agree(proposal._replace(step=proposal.step + 1), state)
+        if what == "graphs":
+            used = {entry for entry in graphs.committed.entries if entry.bucket >= proposal.num_tokens}
+            graphs.commit_plan(graphs.committed.without({min(used, key=lambda entry: entry.bucket)}))
+        else:
+            state._facts = lambda: dataclasses.replace(facts(), expert_backend="another")
+        return agree(proposal._replace(state_digest=state.digest()), state)
+
+    agreement.agree = agree_otherwise
+
+
 @torch.inference_mode()
 def outputs_are_kept(engine: RankEngine) -> list[str]:
     """Record the decode step a second time, as draft graphs are: into a memory pool and buffers of their own.

@@ -6,8 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import psutil
+import ray
 from transformers import Qwen3MoeConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -33,6 +36,49 @@ def end_after(seconds: float, last_words: Callable[[], None]) -> None:
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
+
+
+def begin_session(num_ranks: int, device: str, modules: Sequence[ModuleType] = ()) -> None:
+    """One Ray session for all pools of a script, with the GPUs that Ray finds; starting one takes seconds.
+
+    Args:
+        num_ranks: of the largest pool.
+        device: `cuda` or `cpu`.
+        modules: of this folder, whose functions run in actors: those do not see it.
+    """
+    for module in modules:
+        ray.cloudpickle.register_pickle_by_value(module)
+    gpus = None if device == "cuda" else 0
+    ray.init(address="local", num_cpus=num_ranks, num_gpus=gpus, include_dashboard=False, log_to_driver=False)
+    found = ray.cluster_resources().get("GPU", 0)
+    if device == "cuda" and found < num_ranks:
+        raise SystemExit(f"{num_ranks} ranks need as many GPUs, Ray finds {found:g}")
+    say("Ray has started")
+
+
+def in_time(seconds: float, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What the function returns or raises, on a thread of its own, which is left behind where it hangs.
+
+    Raises:
+        TimeoutError: it has not ended by then.
+    """
+    outcome: list[tuple[Any, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            outcome.append((function(*arguments), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not outcome:
+        raise TimeoutError(f"{getattr(function, '__name__', 'a call')} has not ended after {seconds:g} s")
+    result, error = outcome[0]
+    if error is not None:
+        raise error
+    return result
 
 
 def save_config(folder: str, **sizes: int) -> str:

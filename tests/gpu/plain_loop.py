@@ -19,7 +19,9 @@ from harness import say
 from rank_insides import ScriptedInbox
 from step_times import HostProfile, StepTimes, middle
 
-SETTLING_REPLAYS, REPLAYS = 5, 50
+SETTLING_REPLAYS, REPLAYS = 3, 16
+# Requests move on and hit other experts from step to step, so one step's inputs say little about a generation.
+KEPT_STEPS = 8
 PROMPT_TOKENS = 8
 
 
@@ -29,7 +31,7 @@ class Measured(msgspec.Struct, frozen=True):
     Attributes:
         requests: of each rank.
         loop_ms: median iteration of the step loop.
-        bare_ms: mean replay of the same graph on the same inputs, back to back.
+        bare_ms: replay of the same graph back to back: the median of several steps' inputs, each replayed many times.
         profile: mean host time by part.
     """
 
@@ -44,30 +46,49 @@ def prompts(count: int, vocab_size: int, seed: int) -> list[tuple[int, ...]]:
     return [tuple(row) for row in torch.randint(2, vocab_size, (count, PROMPT_TOKENS), generator=generator).tolist()]
 
 
-def measure_plain(
-    config: RankConfig, requests: list[int], new_tokens: int, profile: bool, deadline_s: float
-) -> list[Measured]:
-    """Run the ranks of `config` as processes; rank 0's numbers.
-
-    Raises:
-        RuntimeError: a rank failed, or the deadline has passed.
-    """
-    context = multiprocessing.get_context("spawn")
-    ports, reports = context.Queue(), context.Queue()
-    processes = [
-        context.Process(target=_main, args=(config, rank, ports, reports, requests, new_tokens, profile), daemon=True)
-        for rank in range(config.layout.world_size)
+def dealt(ranks: int, count: int, vocab_size: int) -> list[tuple[int, ...]]:
+    """The prompts of all ranks, in turn: the pool gets what plain ranks get, so its steps hit the same experts."""
+    return [
+        one for row in zip(*(prompts(count, vocab_size, seed) for seed in range(ranks)), strict=True) for one in row
     ]
-    until = time.monotonic() + deadline_s
-    measured: list[Measured] = []
-    try:
-        for process in processes:
+
+
+class PlainRanks:
+    """The ranks of a configuration as plain processes, which load at once and measure once they are told to.
+
+    Args:
+        config: of every rank.
+        requests: of each rank, numbers to measure one after the other.
+        new_tokens: of each request.
+        profile: where the host's time goes, too.
+    """
+
+    def __init__(self, config: RankConfig, requests: list[int], new_tokens: int, profile: bool):
+        self._requests = requests
+        context = multiprocessing.get_context("spawn")
+        self._ports, self._reports, self._go = context.Queue(), context.Queue(), context.Event()
+        work = (self._ports, self._reports, self._go, requests, new_tokens, profile)
+        self._processes = [
+            context.Process(target=_main, args=(config, rank, *work), daemon=True)
+            for rank in range(config.layout.world_size)
+        ]
+        for process in self._processes:
             process.start()
-        while len(measured) < len(requests):
+
+    def measure(self, deadline_s: float) -> list[Measured]:
+        """Rank 0's numbers.
+
+        Raises:
+            RuntimeError: a rank failed, or the deadline has passed.
+        """
+        self._go.set()
+        until = time.monotonic() + deadline_s
+        measured: list[Measured] = []
+        while len(measured) < len(self._requests):
             try:
-                kind, content = reports.get(timeout=1.0)
+                kind, content = self._reports.get(timeout=1.0)
             except queue.Empty:
-                ended = [rank for rank, process in enumerate(processes) if process.exitcode is not None]
+                ended = [rank for rank, process in enumerate(self._processes) if process.exitcode is not None]
                 if ended or time.monotonic() > until:
                     raise RuntimeError(f"plain ranks: ended {ended}, or no result in {deadline_s:g} s") from None
                 continue
@@ -77,20 +98,31 @@ def measure_plain(
                 say(f"  {content}")
             else:
                 measured.append(content)
-    finally:
-        for process in processes:
+                say(f"  plain: {content}")
+        return measured
+
+    def end(self) -> None:
+        for process in self._processes:
             process.kill()
             process.join()
-    return measured
 
 
 def _main(
-    config: RankConfig, rank: int, ports: Any, reports: Any, requests: list[int], new_tokens: int, profile: bool
+    config: RankConfig,
+    rank: int,
+    ports: Any,
+    reports: Any,
+    go: Any,
+    requests: list[int],
+    new_tokens: int,
+    profile: bool,
 ) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")[rank]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        engine = _ready_engine(config, rank, ports, reports)
+        engine = _loaded_engine(config, rank, ports, reports)
+        go.wait()
+        record_what_all_can(engine)
         for count in requests:
             result = _measure(engine, count, new_tokens, profile)
             if rank == 0:
@@ -102,7 +134,7 @@ def _main(
         time.sleep(5)  # the queue's thread sends it
 
 
-def _ready_engine(config: RankConfig, rank: int, ports: Any, reports: Any) -> RankEngine:
+def _loaded_engine(config: RankConfig, rank: int, ports: Any, reports: Any) -> RankEngine:
     started = time.perf_counter()
     engine = RankEngine(config, rank)
     if rank == 0:
@@ -113,11 +145,8 @@ def _ready_engine(config: RankConfig, rank: int, ports: Any, reports: Any) -> Ra
         port = ports.get(timeout=120)
     engine.join("127.0.0.1", port)
     engine.load()
-    loaded = time.perf_counter()
-    record_what_all_can(engine)
     if rank == 0:
-        seconds = f"loaded in {loaded - started:.1f} s, recorded in {time.perf_counter() - loaded:.1f} s"
-        reports.put(("said", f"plain ranks: {seconds}"))
+        reports.put(("said", f"plain ranks: loaded in {time.perf_counter() - started:.1f} s"))
     return engine
 
 
@@ -135,7 +164,7 @@ def record_what_all_can(engine: RankEngine) -> None:
 
 def _measure(engine: RankEngine, count: int, new_tokens: int, profile: bool) -> Measured:
     """Collective over all ranks: the loop, then the same again with a profile, then the graph alone."""
-    kept = _KeptInputs(engine, at=new_tokens // 2)
+    kept = _KeptInputs(engine, new_tokens)
     times = StepTimes(engine)
     _run_loop(engine, count, new_tokens)
     seconds = times.stop()
@@ -167,50 +196,65 @@ def _run_loop(engine: RankEngine, count: int, new_tokens: int) -> None:
 
 
 class _KeptInputs:
-    """Keeps the inputs of one decode step as its graph took them."""
+    """Keeps the inputs of several decode steps of a generation, as their graph took them.
 
-    def __init__(self, engine: RankEngine, at: int):
+    Args:
+        engine: of this rank.
+        new_tokens: of each request, and so about the number of decode steps.
+    """
+
+    def __init__(self, engine: RankEngine, new_tokens: int):
         self._runner = engine.graphs.runners["decode"]
         self._replay = self._runner.replay
-        self._left = at
-        self.entry: Any = None
+        self._every = max(1, (new_tokens - 2) // KEPT_STEPS)
+        self._seen = 0
+        self.steps: list[tuple[Any, dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
         self._runner.replay = self._keep  # type: ignore[method-assign]
 
     def _keep(self, entry: Any, values: Any, num_due: int, on_host: Any = None) -> torch.Tensor:
-        self._left -= 1
-        if self._left == 0:
-            self.entry = entry
-            self.values = {name: tensor.clone() for name, tensor in values.items()}
-            self.on_host = {name: tensor.clone() for name, tensor in (on_host or values).items()}
+        self._seen += 1
+        if self._seen % self._every == 0 and len(self.steps) < KEPT_STEPS:
+            on_device = {name: tensor.clone() for name, tensor in values.items()}
+            self.steps.append(
+                (entry, on_device, {name: tensor.clone() for name, tensor in (on_host or values).items()})
+            )
         return self._replay(entry, values, num_due, on_host)
 
     def stop(self) -> None:
         self._runner.replay = self._replay  # type: ignore[method-assign]
-        assert self.entry is not None, "no decode step replayed a graph"
+        assert self.steps, "no decode step replayed a graph"
+
+
+def _copies(tensors: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 @torch.inference_mode()
 def _bare_ms(engine: RankEngine, kept: _KeptInputs) -> float:
-    """Milliseconds of a replay: on GPUs by events around all of them."""
-    runner, on_gpu = engine.graphs.runners["decode"], engine._device.type == "cuda"
-    runner._take(kept.entry, kept.values, kept.on_host)
-    graph = runner._graphs[kept.entry]
-    for _ in range(SETTLING_REPLAYS):
-        graph.replay()
-    if not on_gpu:
-        dist.barrier(group=engine._host_group)
-        seconds = []
-        for _ in range(REPLAYS):
-            started = time.perf_counter()
+    """Milliseconds of a replay: on GPUs by events around all replays of one step's inputs."""
+    runner, times = engine.graphs.runners["decode"], []
+    for entry, values, on_host in kept.steps:
+        runner._take(entry, values, on_host)
+        graph = runner._recordings[entry].graph
+        for _ in range(SETTLING_REPLAYS):
             graph.replay()
-            seconds.append(time.perf_counter() - started)
-        return 1e3 * statistics.median(seconds)
+        if engine._device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier(group=engine._host_group)
+        times.append(_replays_ms(graph, engine._device))
+    return statistics.median(times)
+
+
+def _replays_ms(graph: Any, device: torch.device) -> float:
+    if device.type == "cpu":
+        started = time.perf_counter()
+        for _ in range(REPLAYS):
+            graph.replay()
+        return 1e3 * (time.perf_counter() - started) / REPLAYS
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    dist.barrier(group=engine._host_group)
     begin.record()
     for _ in range(REPLAYS):
         graph.replay()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / REPLAYS
+    return float(begin.elapsed_time(end)) / REPLAYS

@@ -1,9 +1,15 @@
-"""How long the iterations of a rank's step loop take, seen from inside it; works in an actor and in a plain process."""
+"""How long the iterations of a rank's step loop take: from a pool's trace, or from inside a plain process."""
 
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
+
+import msgspec
+from expert_pool.workers.trace import RankTrace
+
+HOST_STAGES = ("schedule", "agree", "launch", "resolve")
 
 
 class StepTimes:
@@ -19,10 +25,10 @@ class StepTimes:
         self._noted: list[tuple[float, str | None]] = []
         self._loop._run_step = self._note
 
-    def _note(self, batch: Any, plan: Any, started: float) -> None:
+    def _note(self, batch: Any, plan: Any, started: float, *rest: Any) -> None:
         graph = plan.graph if plan.geometry is not None and not plan.leave else None
         self._noted.append((started, None if graph is None else f"{graph.kind}{graph.bucket}"))
-        self._run_step(batch, plan, started)
+        self._run_step(batch, plan, started, *rest)
 
     def stop(self) -> list[float]:
         """Seconds from one replayed decode step to the next, of those that follow one another."""
@@ -31,12 +37,50 @@ class StepTimes:
         return [later - now for (now, graph), (later, following) in pairs if graph is not None and graph == following]
 
 
-def begin_times(engine: Any) -> None:
-    engine.step_times = StepTimes(engine)
+class TracedSteps(msgspec.Struct, frozen=True):
+    """Medians over one rank's replayed decode steps that follow one another, in milliseconds.
+
+    Attributes:
+        num_steps: of them.
+        step_ms: from one launch to the next.
+        agree_ms: the agreement, waiting for later ranks included.
+        host_ms: all that the host does for a step: scheduling, agreement, launch, taking the tokens in.
+    """
+
+    num_steps: int
+    step_ms: float
+    agree_ms: float
+    host_ms: float
 
 
-def end_times(engine: Any) -> list[float]:
-    return engine.step_times.stop()
+def traced_steps(trace: RankTrace, since: float) -> TracedSteps:
+    """Of the decode steps that were launched after `since`, on the clock of the trace.
+
+    Raises:
+        RuntimeError: no two of them follow one another with the same graph.
+    """
+    stages: dict[int, dict[str, float]] = {}
+    launched: list[tuple[int, float, str]] = []
+    for event in trace.events:
+        stages.setdefault(event.step, {})[event.stage] = event.ended - event.began
+        if event.stage == "launch" and event.began > since and (event.graph or "").startswith("decode["):
+            launched.append((event.step, event.began, event.graph or ""))
+    launched.sort()
+    pairs = [
+        (step, later - began)
+        for (step, began, graph), (following, later, other) in pairwise(launched)
+        if following == step + 1 and graph == other
+    ]
+    if not pairs:
+        raise RuntimeError(f"rank {trace.rank}: no replayed decode steps among {len(stages)} in its trace")
+    steps = [step for step, _ in pairs][2:] or [step for step, _ in pairs]
+    on_host = [sum(stages[step].get(name, 0.0) for name in HOST_STAGES) for step in steps]
+    return TracedSteps(
+        num_steps=len(pairs),
+        step_ms=middle([seconds for _, seconds in pairs]),
+        agree_ms=1e3 * statistics.median(stages[step]["agree"] for step in steps),
+        host_ms=1e3 * statistics.median(on_host),
+    )
 
 
 def middle(seconds: list[float]) -> float:
@@ -72,8 +116,8 @@ class HostProfile:
         for name, label in (("_wait_for_last_plan", "  of it waiting for the last"), ("_pages", "  of it page table")):
             if hasattr(attention, name):  # FlashInfer's
                 self._wrap(attention, name, label)
-        for graph in runner._graphs.values():
-            self._wrap(graph, "replay", "replay")
+        for recording in runner._recordings.values():
+            self._wrap(recording.graph, "replay", "replay")
         self._wrap(executor, "_sample", "sample")
         self._wrap(executor, "run", "launch, all of it")
         self._wrap(loop._scheduler, "launch", "count launched")

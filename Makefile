@@ -7,7 +7,7 @@ SOURCES := cluster workers dispatch graphs tests benchmarks examples ray_configs
 TORCH ?= torch==2.13.0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install run test test-matrix test-faults test-kill-matrix test-long test-autoscaler lint format types bench clean
+.PHONY: install run test test-matrix test-faults test-kill-matrix test-long test-scale test-autoscaler lint format types bench clean
 
 install: $(VENV)/.installed
 
@@ -37,6 +37,10 @@ test-kill-matrix: install  ## ranks end in every way, five times each at random 
 
 test-long: install  ## cases like those of the suite, on more ranks or at another place
 	$(BIN)/python -m pytest -m long
+
+test-scale: install  ## 8 and 16 ranks on this machine against Transformers; the agreement over 2 to 16 beside an all-gather
+	$(BIN)/python -m pytest -m long tests/test_scale.py
+	$(BIN)/python benchmarks/agreement.py
 
 test-autoscaler: install  ## Ray's real autoscaler over its fake node provider; ends only processes that it started
 	$(BIN)/python -m pytest -m autoscaler tests/test_autoscaler.py

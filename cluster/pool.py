@@ -16,10 +16,11 @@ from ..workers.rank_config import RankConfig
 from ..workers.request import Completion, FinishReason, RankStats, SamplingParams
 from ..workers.trace import RankTrace
 from .config import PoolConfig, checked, refuse_unbuilt, resolve
-from .driver import Driver, PoolStatus
+from .driver import Driver
 from .environment import rank_environment
 from .ledger import PoolEvent, Prompt
 from .lifeline import lifeline_to
+from .pool_status import PoolStatus
 from .session import connect_ray, join_ray
 from .tokens import load_tokenizer, tokenize
 

@@ -6,8 +6,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from .driver import PoolStatus
 from .graph_report import graph_summary
+from .pool_status import PoolStatus
 
 
 def print_status(status: PoolStatus, console: Console) -> None:

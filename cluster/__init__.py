@@ -1,6 +1,14 @@
 """The driver side: configuration, placement, the driver actor, the Python API and the command line."""
 
-from ..dispatch.errors import CheckpointError, ConfigError, ExpertPoolError, GeometryError, PlacementError, RankError
+from ..dispatch.errors import (
+    CheckpointError,
+    ConfigError,
+    DriverRestartError,
+    ExpertPoolError,
+    GeometryError,
+    PlacementError,
+    RankError,
+)
 from ..dispatch.limits import Limits
 from ..workers.config import CacheConfig, WorkerConfig
 from ..workers.request import RankStats, SamplingParams
@@ -12,6 +20,7 @@ __all__ = [
     "CacheConfig",
     "CheckpointError",
     "ConfigError",
+    "DriverRestartError",
     "ExpertPool",
     "ExpertPoolError",
     "GeometryError",

@@ -13,12 +13,12 @@ from typing import Any
 import click
 from rich.console import Console
 
-from ..dispatch.errors import ConfigError, ExpertPoolError
+from ..dispatch.errors import ConfigError, DriverRestartError, ExpertPoolError
 from ..workers.model_spec import ModelSpec
 from ..workers.request import SamplingParams
 from .cli_options import cluster_options, pool_config, pool_options, refuse_pool_options
 from .graph_report import graph_summary, graph_table
-from .output import open_output
+from .output import OutputWriter, open_output
 from .output_line import OutputLine
 from .pool import ExpertPool, PoolCompletion, validate
 from .progress import GenerationProgress
@@ -178,19 +178,8 @@ class _Run:
             if not left:
                 return 0
             with open_pool() as pool, GenerationProgress(self.console, len(left)) as progress:
-                completions = pool.generate(
-                    [token_ids[index] for index in left],
-                    [self.entries[index].sampling for index in left],
-                    on_stats=progress.on_stats,
-                )
                 try:
-                    for completion in completions:
-                        entry = self.entries[left[completion.index]]
-                        progress.on_completion(completion.num_completion_tokens, completion.finish_reason == "error")
-                        if completion.finish_reason == "error":
-                            self.say(f"request {entry.id!r} failed: {completion.error}")
-                        else:
-                            writer.write(_output_line(entry, completion))
+                    self._complete_all(pool, left, token_ids, writer, progress)
                 finally:
                     writer.flush()  # before the pool is stopped: whoever stops a job may not wait for both
                     self.say(progress.summary())
@@ -198,6 +187,45 @@ class _Run:
                     self._write_trace(pool, self.trace)
                 self._report_graphs(pool)
         return EXIT_FAILED if progress.failed else 0
+
+    def _complete_all(
+        self,
+        pool: ExpertPool,
+        left: list[int],
+        token_ids: list[tuple[int, ...]],
+        writer: OutputWriter,
+        progress: GenerationProgress,
+    ) -> None:
+        """Complete these prompts; what is lost with the pool's driver is asked for again once that is back."""
+        while left:
+            completions = pool.generate(
+                [token_ids[index] for index in left],
+                [self.entries[index].sampling for index in left],
+                on_stats=progress.on_stats,
+            )
+            answered = set()
+            try:
+                for completion in completions:
+                    index = left[completion.index]
+                    self._take_in(self.entries[index], completion, writer, progress)
+                    answered.add(index)
+                return
+            except DriverRestartError as error:
+                left = [index for index in left if index not in answered]
+                self.say(f"{error}; asking again for {len(left)} requests")
+
+    def _take_in(
+        self,
+        entry: PromptEntry,
+        completion: PoolCompletion,
+        writer: OutputWriter,
+        progress: GenerationProgress,
+    ) -> None:
+        progress.on_completion(completion.num_completion_tokens, completion.finish_reason == "error")
+        if completion.finish_reason == "error":
+            self.say(f"request {entry.id!r} failed: {completion.error}")
+        else:
+            writer.write(_output_line(entry, completion))
 
     def _tokenized(self, spec: ModelSpec) -> list[tuple[int, ...]]:
         token_ids = tokenize([entry.prompt for entry in self.entries], load_tokenizer(spec))

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Mapping
 
 import ray
@@ -20,11 +21,14 @@ from .lifeline import Lifeline, Lifelines, end_unless_started
 from .metrics import pool_label
 from .moving import Mover
 from .pool_status import PoolStatus, graph_reports
+from .ray_internals import num_restarts_of_this_actor
 from .trace_clock import collect_traces
 
 logger = logging.getLogger(__name__)
 
 _ACCEPTING = (DriverState.READY, DriverState.RECOVERING, DriverState.RESIZING)
+# Ray repeats the owner's call as soon as it knows that the actor is there again.
+_OWNER_S = 30.0
 
 
 class Driver:
@@ -34,13 +38,21 @@ class Driver:
         config: what every rank is built from at first.
         pool: what the user wrote: bounds of sizes, places, recovery.
         environment: variables that every rank gets; see `cluster.environment`.
+        has_owner: whether the pool ends with a process, which then calls `belong_to`.
     """
 
-    def __init__(self, config: RankConfig, pool: PoolConfig, environment: Mapping[str, str]):
+    def __init__(self, config: RankConfig, pool: PoolConfig, environment: Mapping[str, str], has_owner: bool):
         configure_logs(pool_label(), "driver", lambda: None, config.worker.log_level)
         self._life = Lifecycle(config, pool, environment)
+        self._pool = pool
         self._mover = Mover(self._life, pool)
         self._lifelines = Lifelines()
+        self._has_owner = has_owner
+        self._owned = asyncio.Event()
+        self._restarts = num_restarts_of_this_actor()
+        if self._restarts:
+            self._life.enter(DriverState.RECOVERING)
+            ray.get_runtime_context().current_actor.begin_anew.remote()
         end_unless_started(lambda: self._life.state is not DriverState.CREATED)
 
     @property
@@ -51,24 +63,40 @@ class Driver:
         """See `Lifelines.hold`."""
         await self._lifelines.hold(key)
 
+    async def belong_to(self, owner: Lifeline) -> None:
+        """The pool ends with the process of the owner. Does not return: Ray calls it again in a driver begun anew."""
+        self._lifelines.when_gone(owner, self._end)
+        self._owned.set()
+        await asyncio.Event().wait()
+
+    async def begin_anew(self) -> None:
+        """Ray has started this actor again: the ranks have ended with the process before, and so have requests."""
+        if self._has_owner:
+            try:
+                await asyncio.wait_for(self._owned.wait(), _OWNER_S)
+            except TimeoutError:
+                await self._end()
+                return
+        self._life.begin_anew(
+            f"the driver actor ended and was started anew ({self._restarts} of {self._pool.recovery.max_restarts}); "
+            "the requests that it had are lost"
+        )
+        self._life.spawn(self._mover.watch_nodes())
+
     async def rank_config(self) -> RankConfig:
         """What the present ranks are built from, for those who connect."""
         return self._life.fleet.config
 
-    async def start(self, owner: Lifeline | None = None) -> AsyncIterator[str]:
+    async def start(self) -> AsyncIterator[str]:
         """Place, start and load all ranks; yields a line about each stage. See `Lifecycle.first_start`.
-
-        Args:
-            owner: with whose process the pool ends; `None`: it stays until it is shut down.
 
         Raises:
             PlacementError: no place for all ranks in time.
             RankError: a rank did not start or load.
         """
-        if owner is not None:
-            self._lifelines.when_gone(owner, self._end)
         async for line in self._life.first_start():
             yield line
+        self._life.spawn(self._mover.watch_nodes())
 
     async def generate(self, prompts: list[Prompt], caller: Lifeline) -> AsyncIterator[PoolEvent]:
         """Run the prompts; yields events as requests finish, and at least every second while ranks are busy.
@@ -158,6 +186,9 @@ class Driver:
             restarts=life.restarts.total,
             last_failure=life.restarts.last.cause if life.restarts.last else None,
             unfinished=life.ledger.num_unfinished,
+            driver_node=ray.get_runtime_context().get_node_id(),
+            driver_pid=os.getpid(),
+            driver_restarts=self._restarts,
         )
 
     async def trace(self) -> tuple[RankTrace, ...]:

@@ -19,7 +19,7 @@ class DriverState(enum.Enum):
 
 
 _FOLLOWS = {
-    DriverState.CREATED: {DriverState.PLACING},
+    DriverState.CREATED: {DriverState.PLACING, DriverState.RECOVERING},
     DriverState.PLACING: {DriverState.STARTING},
     DriverState.STARTING: {DriverState.PREPARING, DriverState.LOADING},
     DriverState.PREPARING: {DriverState.LOADING},

@@ -1,6 +1,7 @@
 """The ranks of a pool through its life: their places, one gang after another in them, and the graphs they hold."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
@@ -12,10 +13,12 @@ from .capture import CaptureOutcome, capture_in_lockstep
 from .config import PoolConfig
 from .driver_state import DriverState
 from .gang import Gang
-from .placement import Placement
+from .placement import Placement, remove_own_groups
 from .resizing import resized, working_sizes
 
 _FAIL_S = 10.0
+AT_ONCE_S = 5.0
+"""Enough for places that are free."""
 
 
 class Fleet:
@@ -48,6 +51,28 @@ class Fleet:
         """Wait for a place for every rank; see `Placement.acquire`."""
         async for facts in self._placement.acquire():
             yield facts
+
+    async def forget_places(self) -> None:
+        """What a process before this one of the same driver actor asked for is given back."""
+        await asyncio.to_thread(remove_own_groups)
+
+    async def place_anew(self, timeout_s: float | None = None) -> AsyncIterator[str]:
+        """Give all places back and look for others; with too few, for fewer ranks if `min_ranks` allows.
+
+        Args:
+            timeout_s: for a place for all ranks; `None`: `placement.timeout_s`.
+
+        Raises:
+            PlacementError: there are not enough.
+        """
+        try:
+            async for facts in self._move_to(self.config, timeout_s):
+                yield facts
+        except PlacementError as error:
+            smaller = await self._largest_size_placed_anew()
+            if smaller is None:
+                raise
+            yield f"{error}; going on with {smaller} ranks, as min_ranks={self._pool.min_ranks} allows"
 
     async def regain(self) -> AsyncIterator[str]:
         """Wait for every place again; where some do not come back in time, go on with fewer if `min_ranks` allows.
@@ -120,21 +145,33 @@ class Fleet:
             f"KV cache of {self.loads[0].kv_cache_tokens:,} tokens a batch"
         )
 
-    def places_for(self, ranks: int) -> Placement:
-        """Places to be acquired, of the pool's bundle."""
+    def places_for(self, ranks: int, timeout_s: float | None = None) -> Placement:
+        """Places to be acquired, of the pool's bundle, within `placement.timeout_s` unless said otherwise."""
         placement = self._pool.placement
-        return Placement(ranks, self._pool.bundle, placement.timeout_s, placement.domain_label)
+        limit = placement.timeout_s if timeout_s is None else min(timeout_s, placement.timeout_s)
+        return Placement(ranks, self._pool.bundle, limit, placement.domain_label)
 
     async def release(self) -> None:
         """Give all places back, or withdraw the request for them."""
         await asyncio.to_thread(self._placement.release)
 
-    async def _move_to(self, config: RankConfig) -> AsyncIterator[str]:
+    async def _move_to(self, config: RankConfig, timeout_s: float | None = None) -> AsyncIterator[str]:
         await self.release()
         self.config = config
-        self._placement = self.places_for(config.layout.world_size)
+        self._placement = self.places_for(config.layout.world_size, timeout_s)
         async for facts in self._placement.acquire():
             yield facts
+
+    async def _largest_size_placed_anew(self) -> int | None:
+        """Places for as many ranks as there is room for now."""
+        if self._pool.min_ranks is None:
+            return None
+        for ranks in reversed(working_sizes(self._pool, self.config, self.config.layout.world_size - 1)):
+            with contextlib.suppress(PlacementError):
+                async for _ in self._move_to(resized(self._pool, self.config, ranks), AT_ONCE_S):
+                    pass
+                return ranks
+        return None
 
     def _largest_size_that_is_placed(self) -> int | None:
         if self._pool.min_ranks is None:

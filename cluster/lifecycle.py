@@ -90,6 +90,11 @@ class Lifecycle:
             await self._fail(error if isinstance(error, ExpertPoolError) else RankError(f"start-up failed: {error}"))
             raise (self.failure or error) from None
 
+    def begin_anew(self, why: str) -> None:
+        """This process replaces one that ended: place, start and load ranks again. The state says so already."""
+        self.note(why)
+        self.spawn(self._begin_anew(RankError(why)))
+
     async def build(self) -> AsyncIterator[str]:
         """New ranks in the places there are, which go on with every unfinished request."""
         self.ledger.begin_anew(self._new_router())
@@ -196,6 +201,20 @@ class Lifecycle:
             raise self.failure
         if self.state not in states:
             raise RankError(f"the pool is {self.state.value}, not ready")
+
+    async def _begin_anew(self, cause: ExpertPoolError) -> None:
+        try:
+            await self.fleet.forget_places()
+            async for facts in self.fleet.place_anew():
+                self.note(facts)
+            async for line in self.build():
+                self.note(line)
+        except RankError as error:
+            await self.recover(error)
+        except ExpertPoolError as error:
+            await self._fail(error)
+        except Exception as bug:
+            await self._fail(RankError(f"starting anew failed: {type(bug).__name__}: {bug}; it followed: {cause}"))
 
     async def _watch(self, gang: Gang) -> None:
         """End the gang when a rank ends, for the others would wait for it in their next collective; then recover."""

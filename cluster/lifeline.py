@@ -6,13 +6,13 @@ object that never comes, the result of `hold`, and the driver waits for it.
 """
 
 import asyncio
-import os
 import threading
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+import ray
 from ray.exceptions import ObjectLostError
 
 _UNSTARTED_S = 60.0
@@ -35,6 +35,12 @@ def lifeline_to(driver: Any) -> Lifeline:
     """A lifeline from this process to a driver actor; held for as long as the driver does not drop it."""
     key = uuid.uuid4().hex
     return Lifeline(key, [driver.hold.remote(key)])
+
+
+def lasting_lifeline_to(driver: Any) -> Lifeline:
+    """One that lasts as long as this process, also where Ray starts the driver anew: it then asks to be held again."""
+    key = uuid.uuid4().hex
+    return Lifeline(key, [driver.hold.options(max_task_retries=-1).remote(key)])
 
 
 class Lifelines:
@@ -69,11 +75,12 @@ class Lifelines:
 
 
 def end_unless_started(is_started: Callable[[], bool]) -> None:
-    """End this actor's process if its creator died before it could call anything: nobody knows of it then."""
+    """End this actor for good if its creator died before it could call anything: nobody knows of it then."""
+    this = ray.get_runtime_context().current_actor
 
     def check() -> None:
         if not is_started():
-            os._exit(1)
+            ray.kill(this)
 
     timer = threading.Timer(_UNSTARTED_S, check)
     timer.daemon = True

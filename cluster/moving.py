@@ -1,15 +1,33 @@
-"""The ranks of a pool that serves are moved: to another number of them. Requests wait meanwhile, and then go on."""
+"""The ranks of a pool that serves are moved: to another number of them, or off nodes that are about to go.
+
+All ranks leave their loops at one step boundary, others take their place, and requests go on from the tokens they have.
+"""
 
 import asyncio
+import contextlib
+import logging
+import time
 from collections.abc import Coroutine
 from typing import Any
 
-from ..dispatch.errors import ExpertPoolError, RankError
+from ray.exceptions import RayError
+
+from ..dispatch.errors import ExpertPoolError, PlacementError, RankError
 from ..workers.rank_config import RankConfig
 from .config import PoolConfig
 from .driver_state import DriverState
+from .fleet import AT_ONCE_S
 from .lifecycle import Lifecycle
+from .placement import Placement
+from .ray_internals import can_tell_draining_nodes, draining_nodes
 from .resizing import resized
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+# Before a node goes: for a step to end, for ranks to leave and their results to be taken in.
+_LEAVE_S = 10.0
+_FOREVER_S = 1e7
 
 
 class Mover:
@@ -24,12 +42,32 @@ class Mover:
         self._life = life
         self._pool = pool
         self._is_moving = False
+        self._stays_on: set[str] = set()
+
+    async def watch_nodes(self) -> None:
+        """Move ranks off nodes that are about to go, for as long as the pool lives."""
+        if not can_tell_draining_nodes():
+            return
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if self._life.state is not DriverState.READY or self._is_moving:
+                continue
+            try:
+                going = await asyncio.to_thread(draining_nodes)
+            except RayError as error:
+                logger.warning("cannot tell which nodes are about to go: %s", error)
+                continue
+            held = {place.node_id for place in self._life.gang.places} - self._stays_on
+            deadlines = {node: deadline for node, deadline in going.items() if node in held}
+            if deadlines and self._life.state is DriverState.READY and not self._is_moving:
+                with contextlib.suppress(ExpertPoolError):  # it has been noted, and is what `status` says
+                    await self._alone(self._leave_nodes(deadlines))
 
     async def resize(self, ranks: int) -> RankConfig:
         """See `Driver.resize`."""
         self._life.require(DriverState.READY)
         if self._is_moving:
-            raise RankError("the pool is being resized already: wait for that call")
+            raise RankError("the pool is being resized or moved already: wait until it is done")
         return await self._alone(self._resize(ranks))
 
     async def _alone(self, move: Coroutine[Any, Any, RankConfig]) -> RankConfig:
@@ -41,7 +79,7 @@ class Mover:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
             if work.cancelled():
-                raise RankError("the pool was shut down while it was being resized") from None
+                raise RankError("the pool was shut down while its ranks were being moved") from None
             raise
 
     async def _resize(self, ranks: int) -> RankConfig:
@@ -79,3 +117,51 @@ class Mover:
             assert refusal is not None
             raise type(refusal)(f"not resized, the pool has {fleet.config.layout.world_size} ranks: {refusal}")
         return wanted
+
+    async def _leave_nodes(self, deadlines: dict[str, float]) -> RankConfig:
+        """Other places for the ranks on these nodes while they serve, if there are any; then all ranks begin there.
+
+        Args:
+            deadlines: of nodes by id, in seconds since the epoch.
+        """
+        life, fleet = self._life, self._life.fleet
+        left_s = min(deadlines.values()) - time.time()
+        leaving = [place for place in life.gang.places if place.node_id in deadlines]
+        hosts = ", ".join(sorted({f"{place.address} ({place.node_id[:8]})" for place in leaving}))
+        within = f"in {max(0.0, left_s):.0f} s" if left_s < _FOREVER_S else "soon"
+        why = f"Ray takes node {hosts} away {within}"
+        life.note(f"{why}: looking for {len(leaving)} other places")
+        reserve = fleet.places_for(len(leaving), max(left_s - _LEAVE_S, left_s / 2, 1.0))
+        try:
+            has_room = await self._wait_for(reserve, why)
+            if not has_room and self._pool.min_ranks is None:
+                self._stays_on.update(deadlines)
+                life.note(
+                    f"{why}, and there are no other places: the pool serves until then, and then waits for places"
+                )
+                return fleet.config
+            life.require(DriverState.READY)
+            life.enter(DriverState.RESIZING)
+            life.note(f"{why}: moving the ranks")
+            await life.leave_for_good()
+            await asyncio.to_thread(reserve.release)
+            async for facts in fleet.place_anew(None if has_room else AT_ONCE_S):
+                life.note(facts)
+            async for line in life.build():
+                life.note(line)
+        except ExpertPoolError as error:
+            if life.state is not DriverState.RESIZING:
+                raise
+            life.enter(DriverState.RECOVERING)
+            await life.recover(error)
+        finally:
+            reserve.release()
+        return fleet.config
+
+    async def _wait_for(self, reserve: Placement, why: str) -> bool:
+        try:
+            async for facts in reserve.acquire():
+                self._life.note(f"{why}: {facts}")
+        except PlacementError:
+            return False
+        return True

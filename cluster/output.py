@@ -15,7 +15,7 @@ _LOCAL = re.compile(r"(?:file|local)://")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:://|::)")
 
 
-def open_output(output: str) -> "CompletionWriter | PartsWriter":
+def open_output(output: str) -> "OutputWriter":
     """A writer for a local path (or `file://`), or for any other URL of fsspec.
 
     Raises:
@@ -99,3 +99,6 @@ class CompletionWriter:
             finished, whole = finished_in(file, self._path)
         self._file.truncate(whole)
         return finished
+
+
+OutputWriter = CompletionWriter | PartsWriter

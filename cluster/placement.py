@@ -1,11 +1,19 @@
 """A place for every rank: one placement-group bundle each. On an autoscaled cluster this is what makes nodes come."""
 
 import asyncio
+import contextlib
 import time
+import uuid
 from collections.abc import AsyncIterator
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from ..dispatch.errors import PlacementError
 
@@ -39,10 +47,11 @@ class Placement:
         # A bundle without resources is refused by Ray; a rank that asks for none still gets a bundle of its own.
         bundle = self._bundle or {"CPU": 0.001}
         bundles = [bundle] * self._num_ranks
+        name = f"{_own_prefix()}{uuid.uuid4().hex[:8]}"
         if self._domain_label is None:
-            self.group = placement_group(bundles, strategy="PACK")
+            self.group = placement_group(bundles, strategy="PACK", name=name)
         else:  # Ray packs by node within the domain
-            self.group = placement_group(bundles, topology_strategy={self._domain_label: "STRICT_PACK"})
+            self.group = placement_group(bundles, topology_strategy={self._domain_label: "STRICT_PACK"}, name=name)
         ready = asyncio.ensure_future(_await(self.group.ready()))
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -134,6 +143,20 @@ class Placement:
                     total[name] += node["Resources"].get(name, 0.0)
         each = ", ".join(f"{domain!r} has {_readable(total)}" for domain, total in sorted(totals.items()))
         return f" in one domain by {self._domain_label} ({each or 'no node has that label'})"
+
+
+def remove_own_groups() -> None:
+    """Give back what a process before this one of the same actor asked for. Ray does so too when an actor's process
+    ends; this is for a group that it was just about to make."""
+    for group in placement_group_table().values():
+        if group["name"].startswith(_own_prefix()) and group["state"] != "REMOVED":
+            with contextlib.suppress(ValueError):  # it was just removed
+                remove_placement_group(get_placement_group(group["name"]))
+
+
+def _own_prefix() -> str:
+    """What the names of this actor's placement groups begin with."""
+    return f"expert_pool/{ray.get_runtime_context().get_actor_id()}/"
 
 
 async def _await(ref: "ray.ObjectRef") -> object:

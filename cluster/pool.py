@@ -11,23 +11,20 @@ import msgspec
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from ..dispatch.errors import ConfigError, ExpertPoolError, RankError
+from ..dispatch.errors import ConfigError, DriverRestartError, RankError
 from ..workers.rank_config import RankConfig
 from ..workers.request import Completion, FinishReason, RankStats, SamplingParams
 from ..workers.trace import RankTrace
 from .config import PoolConfig, checked, refuse_unbuilt, resolve
-from .driver import Driver
-from .environment import rank_environment
+from .driver_handle import get as _get
+from .driver_handle import named_driver, new_driver, patient, stream
 from .ledger import PoolEvent, Prompt
-from .lifeline import lifeline_to
+from .lifeline import lasting_lifeline_to, lifeline_to
 from .pool_status import PoolStatus
 from .session import connect_ray, join_ray
 from .tokens import load_tokenizer, tokenize
 
 logger = logging.getLogger(__name__)
-
-# Actors of named pools are looked for here, from whatever job.
-NAMESPACE = "expert_pool"
 
 _SHUTDOWN_S = 30.0
 
@@ -81,6 +78,7 @@ class ExpertPool:
         self._owns_pool = owns_pool
         self._owns_ray = owns_ray
         self._report = report
+        self._belonging: Any = None  # kept, for Ray repeats a call only as long as somebody may want its result
         self.rank_config = rank_config
 
     @classmethod
@@ -115,15 +113,20 @@ class ExpertPool:
         tokenizer = load_tokenizer(rank_config.spec)
         owns_ray = connect_ray(config, report, must_exist=detached)
         try:
-            driver = _new_driver(config, rank_config, name)
+            driver = new_driver(config, rank_config, name, has_owner=not detached)
             pool = cls(driver, rank_config, tokenizer, not detached, owns_ray, report)
         except BaseException:
             if owns_ray:
                 ray.shutdown()
             raise
         try:
-            for line in _stream(driver.start, None if detached else lifeline_to(driver)):
+            if not detached:
+                pool._belonging = patient(driver.belong_to).remote(lasting_lifeline_to(driver))
+            for line in stream(driver.start):
                 report(line)
+        except DriverRestartError:
+            pool.shutdown()
+            raise RankError("the pool's driver actor ended while the pool started; launch it again") from None
         except BaseException:
             pool.shutdown()
             raise
@@ -142,17 +145,11 @@ class ExpertPool:
 
         Raises:
             ConfigError: there is no cluster, or no pool of that name in it.
-            RankError: the pool's driver actor is gone.
+            RankError: the pool's driver actor is gone for good; one that is started anew is waited for.
         """
         join_ray(address, report)
-        try:
-            driver = ray.get_actor(name, namespace=NAMESPACE)
-        except ValueError as error:
-            running = sorted(one["name"] for one in _named_pools())
-            raise ConfigError(
-                f"no pool named {name!r} runs in this cluster (named pools: {', '.join(running) or 'none'}): launch it"
-            ) from error
-        rank_config = _get(driver.rank_config.remote())
+        driver = named_driver(name)
+        rank_config = _get(patient(driver.rank_config).remote())
         return cls(driver, rank_config, load_tokenizer(rank_config.spec), False, False, report)
 
     def generate(
@@ -170,6 +167,8 @@ class ExpertPool:
 
         Raises:
             ConfigError: a text where there is no tokenizer, or another number of sampling settings than prompts.
+            DriverRestartError: the pool's driver actor ended, and the requests in flight with it; completions yielded
+                before stay valid. It is started anew: ask again for those that are missing, which waits for the pool.
             RankError: ranks failed more often than `recovery` restarts them (completions yielded before stay valid), or
                 the pool was shut down.
         """
@@ -203,7 +202,7 @@ class ExpertPool:
 
     def status(self) -> PoolStatus:
         """States, places and counters of the pool."""
-        return _get(self._running_driver().status.remote())
+        return _get(patient(self._running_driver().status).remote())
 
     def trace(self) -> tuple[RankTrace, ...]:
         """The last steps of every rank, all on one clock; `cluster.trace_file.write_trace` makes a file of them.
@@ -222,7 +221,7 @@ class ExpertPool:
             return
         driver, self._driver = self._driver, None
         try:
-            ray.get(driver.shutdown.remote(), timeout=_SHUTDOWN_S)
+            ray.get(patient(driver.shutdown).remote(), timeout=_SHUTDOWN_S)
         except (RayActorError, RayTaskError, ray.exceptions.GetTimeoutError) as error:
             logger.warning("the driver did not shut down in order (%s); its ranks end with it", error)
         finally:
@@ -250,42 +249,15 @@ class ExpertPool:
         if not requests:
             return
         driver = self._running_driver()
+        _get(patient(driver.rank_config).remote())  # waits for a driver that is just being started anew
         event: PoolEvent
-        for event in _stream(driver.generate, requests, lifeline_to(driver)):
+        for event in stream(driver.generate, requests, lifeline_to(driver)):
             if event.notice is not None:
                 self._report(event.notice)
             if on_stats is not None and event.stats is not None:
                 on_stats(event.stats)
             for index, completion in event.finished:
                 yield _pool_completion(index, requests[index], completion)
-
-
-def _new_driver(config: PoolConfig, rank_config: RankConfig, name: str | None) -> Any:
-    """The driver actor of a pool. To Ray every one is detached, and one that is not to stay watches its owner itself:
-    Ray would end it with its owner before it could give its placement group back, which lasts as long as the job.
-
-    Raises:
-        ConfigError: the name is taken.
-    """
-    # It asks for no CPU: a cluster that just holds the ranks will do, or a head node that holds none.
-    options = {"num_cpus": 0, "max_restarts": 0, "lifetime": "detached", "name": name, "namespace": NAMESPACE}
-    try:
-        return (
-            ray.remote(Driver)
-            .options(**options)
-            .remote(rank_config, config, rank_environment(os.environ, config.worker.environment))
-        )
-    except ValueError as error:
-        if name in {one["name"] for one in _named_pools()}:
-            raise ConfigError(
-                f"a pool named {name!r} is there already: connect to it, shut it down, or take another name"
-            ) from error
-        raise
-
-
-def _named_pools() -> list[dict[str, str]]:
-    actors = ray.util.list_named_actors(all_namespaces=True)
-    return [actor for actor in actors if actor["namespace"] == NAMESPACE]
 
 
 def validate(config: PoolConfig) -> RankConfig:
@@ -321,28 +293,3 @@ def _pool_completion(index: int, prompt: Prompt, completion: Completion) -> Pool
         finish_reason=completion.finish_reason,
         error=completion.error,
     )
-
-
-def _stream(method: Any, *args: Any) -> Iterator[Any]:
-    """The values of a streaming actor call; leaving the loop early cancels the call."""
-    generator = method.options(num_returns="streaming").remote(*args)
-    finished = False
-    try:
-        for ref in generator:
-            yield _get(ref)
-        finished = True
-    finally:
-        if not finished and ray.is_initialized():
-            ray.cancel(generator)
-
-
-def _get(ref: Any) -> Any:
-    """`ray.get` that raises our own errors as themselves, without the remote traceback."""
-    try:
-        return ray.get(ref)
-    except RayTaskError as error:
-        if isinstance(error.cause, ExpertPoolError):
-            raise error.cause from None
-        raise
-    except RayActorError as error:
-        raise RankError(f"the pool's driver actor died: {str(error).splitlines()[0]}") from error

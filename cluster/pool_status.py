@@ -21,6 +21,9 @@ class PoolStatus(msgspec.Struct, frozen=True):
         restarts: how often the ranks were started anew after a failure.
         last_failure: what the latest of those failures was.
         unfinished: requests that somebody waits for.
+        driver_node: id of the node that the driver actor runs on.
+        driver_pid: its process there.
+        driver_restarts: how often Ray has started it anew; restarts of ranks are counted from the last time on.
     """
 
     state: str
@@ -34,6 +37,9 @@ class PoolStatus(msgspec.Struct, frozen=True):
     restarts: int
     last_failure: str | None
     unfinished: int
+    driver_node: str
+    driver_pid: int
+    driver_restarts: int
 
 
 async def graph_reports(actors: list[Any]) -> tuple[GraphReport, ...]:

@@ -34,6 +34,8 @@ def _facts(status: PoolStatus) -> Iterator[str]:
         yield f"failed: {status.failure}"
     if status.restarts:
         yield f"restarted {status.restarts} time(s), last after: {status.last_failure}"
+    if status.driver_restarts:
+        yield f"driver actor started anew {status.driver_restarts} time(s)"
     if status.notice and status.notice != status.failure:
         yield f"latest: {status.notice}"
     if status.unfinished:

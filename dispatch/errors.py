@@ -27,3 +27,7 @@ class GeometryError(ExpertPoolError):
 
 class RankError(ExpertPoolError):
     """A rank died, raised or stalled; the message names the rank and the cause."""
+
+
+class DriverRestartError(RankError):
+    """The pool's driver actor ended and may come back: what was in flight is lost, and may be asked for again."""

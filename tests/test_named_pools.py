@@ -15,7 +15,7 @@ import ray
 from click.testing import CliRunner
 from expert_pool.cluster import ConfigError, ExpertPool, PoolConfig, RankError, SamplingParams
 from expert_pool.cluster.cli import main
-from expert_pool.cluster.pool import NAMESPACE
+from expert_pool.cluster.driver_handle import NAMESPACE
 from ray.util.placement_group import placement_group_table
 
 LONG = SamplingParams(max_new_tokens=450, ignore_eos=True)

@@ -1,0 +1,115 @@
+"""A pool's driver actor as its callers hold it: made, found by name, and called with errors of our own kind."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+
+from ..dispatch.errors import ConfigError, DriverRestartError, ExpertPoolError, RankError
+from ..workers.rank_config import RankConfig
+from .config import PoolConfig
+from .driver import Driver
+from .environment import rank_environment
+
+# Actors of named pools are looked for here, from whatever job.
+NAMESPACE = "expert_pool"
+
+
+def new_driver(config: PoolConfig, rank_config: RankConfig, name: str | None, has_owner: bool) -> Any:
+    """The driver actor of a pool. To Ray every one is detached, and one that is not to stay watches its owner itself:
+    Ray would end it with its owner before it could give its placement group back, which lasts as long as the job.
+
+    Args:
+        config: the pool.
+        rank_config: what ranks are built from.
+        name: of the pool.
+        has_owner: whether it ends with the process that makes it.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    options = {
+        "num_cpus": 0,  # a cluster that just holds the ranks will do, or a head node that holds none
+        "max_restarts": config.recovery.max_restarts,
+        "lifetime": "detached",
+        "name": name,
+        "namespace": NAMESPACE,
+    }
+    environment = rank_environment(os.environ, config.worker.environment)
+    try:
+        return ray.remote(Driver).options(**options).remote(rank_config, config, environment, has_owner)
+    except ValueError as error:
+        if name in named_pools():
+            raise ConfigError(
+                f"a pool named {name!r} is there already: connect to it, shut it down, or take another name"
+            ) from error
+        raise
+
+
+def named_driver(name: str) -> Any:
+    """The driver actor of a named pool.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError as error:
+        there = ", ".join(named_pools()) or "none"
+        raise ConfigError(f"no pool named {name!r} runs in this cluster (named pools: {there}): launch it") from error
+
+
+def named_pools() -> list[str]:
+    """Names of all pools in the cluster that have one."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(actor["name"] for actor in actors if actor["namespace"] == NAMESPACE)
+
+
+def patient(method: Any) -> Any:
+    """A method of the driver that may as well run twice: where the driver is started anew, Ray calls it again."""
+    return method.options(max_task_retries=-1)
+
+
+def stream(method: Any, *args: Any) -> Iterator[Any]:
+    """The values of a streaming actor call; leaving the loop early cancels the call."""
+    generator = method.options(num_returns="streaming").remote(*args)
+    finished = False
+    try:
+        for ref in generator:
+            yield get(ref)
+        finished = True
+    finally:
+        if not finished and ray.is_initialized():
+            ray.cancel(generator)
+
+
+def get(ref: Any) -> Any:
+    """`ray.get` that raises our own errors as themselves, without the remote traceback.
+
+    Raises:
+        DriverRestartError: the driver actor ended, and may come back.
+        RankError: it has ended for good.
+        ExpertPoolError: what the call raised.
+    """
+    try:
+        return ray.get(ref)
+    except RayTaskError as error:
+        if isinstance(error.cause, ExpertPoolError):
+            raise error.cause from None
+        raise
+    except ActorUnavailableError:
+        raise DriverRestartError(
+            "the pool's driver actor ended, and what was in flight was lost with it; answers that came before stay. "
+            "Ray starts it anew, recovery.max_restarts times in all: call again, which waits for the pool or says that "
+            "it is gone"
+        ) from None
+    except RayActorError as error:
+        raise RankError(f"the pool's driver actor died for good: {_reason(error)}") from None
+
+
+def _reason(error: RayActorError) -> str:
+    """The line of Ray's message that says why."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if "because" in line), lines[0]).split(" Some common causes include")[0]

@@ -1,0 +1,108 @@
+"""Ray says that a node will be taken away: ranks move off it before, and requests go on from the tokens they have."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import ray
+from expert_pool.cluster import (
+    CacheConfig,
+    ExpertPool,
+    Limits,
+    PlacementConfig,
+    PoolConfig,
+    RecoveryConfig,
+    SamplingParams,
+)
+from ray.cluster_utils import Cluster
+
+pytestmark = pytest.mark.timeout(300)
+PROMPTS = [[5, 17, index] for index in range(12)]
+SAMPLING = [SamplingParams(max_new_tokens=1 if index == 0 else 250, ignore_eos=True) for index in range(12)]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """A head without places, and two nodes with one each."""
+    started = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    for _ in range(2):
+        started.add_node(num_cpus=1)
+    ray.init(address=started.address, log_to_driver=False, logging_level="ERROR")
+    yield started
+    ray.shutdown()
+    started.shutdown()
+
+
+def config_of(model: str, **settings: object) -> PoolConfig:
+    return PoolConfig(
+        model=model,
+        ranks=2,
+        limits=Limits(max_running_requests=4, cuda_graph_bs=(4,)),
+        cache=CacheConfig(num_tokens=4096),
+        recovery=RecoveryConfig(max_restarts=0),  # a failure would end the pool: there must be none
+        **settings,
+    )
+
+
+def answers(pool: ExpertPool, then: Callable[[], None] | None = None) -> dict[int, tuple[int, ...]]:
+    """Tokens by index, none twice; `then` runs after the first answer."""
+    answered: dict[int, tuple[int, ...]] = {}
+    for completion in pool.generate(PROMPTS, SAMPLING):
+        assert completion.index not in answered
+        if then is not None and not answered:
+            then()
+        answered[completion.index] = completion.token_ids
+    return answered
+
+
+def drain(cluster: Cluster, pool: ExpertPool, seconds: int) -> str:
+    """The notice for a node that holds a rank and not the driver; returns its id."""
+    status = pool.status()
+    node = next(place.node_id for place in status.places if place.node_id != status.driver_node)
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", cluster.address),
+            *("--node-id", node, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"),
+            *("--deadline-remaining-seconds", str(seconds)),
+        ],
+        check=True,
+    )
+    return node
+
+
+def end_node(cluster: Cluster, node_id: str) -> None:
+    cluster.remove_node(next(node for node in cluster.worker_nodes if node.node_id == node_id), allow_graceful=False)
+
+
+def test_ranks_leave_a_node_before_it_goes(cluster, random_models):
+    lines: list[str] = []
+    with ExpertPool.launch(config_of(random_models["qwen3_moe"]), report=lines.append) as pool:
+        expected = answers(pool)
+        cluster.add_node(num_cpus=1)
+        drained: list[str] = []
+        assert answers(pool, lambda: drained.append(drain(cluster, pool, 120))) == expected
+        status = pool.status()
+        assert status.state == "ready"
+        assert drained[0] not in {place.node_id for place in status.places}
+        assert len(status.places) == 2
+        assert status.restarts == 0
+        assert any(f"({drained[0][:8]}) away in" in line and line.endswith("moving the ranks") for line in lines), lines
+        end_node(cluster, drained[0])
+        assert answers(pool) == expected
+
+
+@pytest.mark.long
+def test_without_other_places_it_goes_on_with_fewer_ranks_where_that_is_allowed(cluster, random_models):
+    lines: list[str] = []
+    config = config_of(random_models["qwen3_moe"], min_ranks=1, placement=PlacementConfig(timeout_s=60))
+    with ExpertPool.launch(config, report=lines.append) as pool:
+        expected = answers(pool)
+        drained: list[str] = []
+        assert answers(pool, lambda: drained.append(drain(cluster, pool, 30))) == expected
+        status = pool.status()
+        assert (status.state, len(status.places), status.restarts) == ("ready", 1, 0)
+        assert status.places[0].node_id != drained[0]
+        assert any("going on with 1 ranks, as min_ranks=1 allows" in line for line in lines), lines
+        end_node(cluster, drained[0])
+        assert answers(pool) == expected

@@ -52,7 +52,8 @@ class Driver:
         self._restarts = num_restarts_of_this_actor()
         if self._restarts:
             self._life.enter(DriverState.RECOVERING)
-            ray.get_runtime_context().current_actor.begin_anew.remote()
+            # Ray runs the constructor of an asyncio actor in its loop.
+            self._beginning = asyncio.ensure_future(self._begin_anew())
         end_unless_started(lambda: self._life.state is not DriverState.CREATED)
 
     @property
@@ -69,7 +70,7 @@ class Driver:
         self._owned.set()
         await asyncio.Event().wait()
 
-    async def begin_anew(self) -> None:
+    async def _begin_anew(self) -> None:
         """Ray has started this actor again: the ranks have ended with the process before, and so have requests."""
         if self._has_owner:
             try:

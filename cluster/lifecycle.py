@@ -92,6 +92,8 @@ class Lifecycle:
 
     def begin_anew(self, why: str) -> None:
         """This process replaces one that ended: place, start and load ranks again. The state says so already."""
+        if self.state is not DriverState.RECOVERING:
+            return  # it was shut down meanwhile
         self.note(why)
         self.spawn(self._begin_anew(RankError(why)))
 

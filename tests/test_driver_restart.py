@@ -170,7 +170,7 @@ time.sleep(600)
     pids = processes_of(pool)
     os.kill(pool.status().driver_pid, signal.SIGKILL)
     if moment == "after":
-        assert eventually(lambda: pool.status().state == "ready")
+        assert eventually(lambda: pool.status().state == "ready", 60), pool.status().notice
         pids |= processes_of(pool)
     owner.kill()
     owner.wait()
@@ -183,7 +183,7 @@ def test_a_driver_that_dies_too_often_is_not_started_again(address, random_model
     pool = ExpertPool.launch(config, name="twice", detached=True)
     pids: set[int] = set()
     for _ in range(2):
-        assert eventually(lambda: pool.status().state == "ready")
+        assert eventually(lambda: pool.status().state == "ready", 60), pool.status().notice
         pids |= processes_of(pool)
         os.kill(pool.status().driver_pid, signal.SIGKILL)
         time.sleep(2)

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,22 +112,15 @@ class Left:
     def is_nothing(self) -> bool:
         return psutil.wait_procs(list(self.processes()), timeout=10)[1] == [] and self.groups() == set()
 
-    def beyond(self, pool: ExpertPool) -> str:
-        """What is there besides this pool, for a report; waits for processes that are ending."""
-        own = {place.pid for place in pool.status().places}
-        others = [process for process in self.processes() if process.pid not in own and is_rank(process)]
-        alive = psutil.wait_procs(others, timeout=10)[1]
-        return f"{len(alive)} processes, {len(self.groups()) - 1} groups"
-
 
 NOTHING = "0 processes, 0 groups"
 
 
-def is_rank(process: psutil.Process) -> bool:
-    try:
-        return any(part.startswith("ray::Rank") for part in process.cmdline())
-    except psutil.Error:
-        return False
+def beyond(pool: ExpertPool) -> str:
+    """Ranks and placement groups that there are besides those of the one pool there is; waits for what is ending."""
+    own = {place.pid for place in pool.status().places}
+    alive = psutil.wait_procs([one for one in processes_of("Rank") if one.pid not in own], timeout=10)[1]
+    return f"{len(alive)} processes, {len(placement_groups()) - 1} groups"
 
 
 @dataclass
@@ -140,7 +133,6 @@ class Scene:
         seed: of moments, ranks and requests.
         num_requests: of the load.
         lines: what the pool reports, with the time; append to it from `launch`.
-        left: of before the pool was launched.
 
     Attributes:
         expected: tokens by index, of an undisturbed run of the same requests.
@@ -152,7 +144,6 @@ class Scene:
     seed: int
     num_requests: int = 12
     lines: list[tuple[float, str]] = field(default_factory=list)
-    left: Left | None = None
     aim: str = "-"
 
     def __post_init__(self) -> None:
@@ -185,24 +176,36 @@ class Scene:
             answered[completion.index] = completion.token_ids
         return answered
 
-    def survives(self, fault: Callable[["Scene"], None], restarts: int, row: Row) -> None:
-        """The fault, which is armed first, happens under load, and every answer is as expected; fills the row in."""
+    def survives(
+        self,
+        row: Row,
+        restarts: Sequence[int],
+        first: Callable[[], None] | None = None,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """A fault happens under load, and every answer is as expected; fills the row in.
+
+        Args:
+            row: of the report.
+            restarts: how many of them the fault may take.
+            first: arms the fault before the requests are sent.
+            then: brings it about while they are on their way.
+        """
         self.lines.clear()
         self.stamp.unlink(missing_ok=True)
         before = self.pool.status()
-        answered = self.answers(lambda: fault(self))
+        answered = self.answers(first, then)
         row.step, row.tokens_equal = self.aim, answered == self.expected
         after = self.pool.status()
         assert row.tokens_equal
         assert (after.state, after.unfinished) == ("ready", 0)
-        assert after.restarts - before.restarts == restarts, self.lines
+        assert after.restarts - before.restarts in restarts, self.lines
         self.takes_the_times(row)
         assert {place.pid for place in before.places}.isdisjoint(place.pid for place in after.places)
         ended = [psutil.Process(place.pid) for place in before.places if psutil.pid_exists(place.pid)]
         assert psutil.wait_procs(ended, timeout=10)[1] == []
-        if self.left is not None:
-            row.left_over = self.left.beyond(self.pool)
-            assert row.left_over == NOTHING
+        row.left_over = beyond(self.pool)
+        assert row.left_over == NOTHING
 
     def takes_the_times(self, row: Row) -> None:
         """From the latest fault until the pool reported it, and until it served again."""

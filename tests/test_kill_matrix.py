@@ -32,11 +32,11 @@ class Stage:
 
     def scene(self) -> Scene:
         if self._scene is None:
-            left, lines = Left(), []
+            lines: list[tuple[float, str]] = []
             config = config_of(self._model, RANKS)
             launched = ExpertPool.launch(config, report=lambda line: lines.append((time.time(), line)))
             pool = self._stack.enter_context(launched)
-            self._scene = Scene(pool, self._folder, seed=7, lines=lines, left=left)
+            self._scene = Scene(pool, self._folder, seed=7, lines=lines)
         return self._scene
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ def test_every_request_is_answered_once_with_the_same_tokens_after(fault, seed, 
         scene = stage.scene()
         scene.rng.seed(f"{fault} {seed}")
         try:
-            scene.survives(act, restarts, row)
+            scene.survives(row, [restarts], first=lambda: act(scene))
         except BaseException:
             stage.close()
             raise

@@ -15,7 +15,7 @@ from expert_pool.cluster import (
     SamplingParams,
 )
 from expert_pool.cluster.recovery import Restarts
-from kill_scene import Left, Scene, config_of, is_rank, on_rank, rank_processes, ray_session
+from kill_scene import Left, Scene, config_of, on_rank, rank_processes, ray_session
 from rank_faults import ends_at_step, inject, other_expert_backend
 
 
@@ -64,7 +64,7 @@ def test_a_pool_grows_and_shrinks_under_load(left, random_models, tmp_path):
             status = pool.status()
             assert (status.state, len(status.places), status.restarts) == ("ready", ranks, 0)
             assert pool.rank_config.layout.world_size == ranks
-            assert len([one for one in left.processes() if is_rank(one)]) == ranks
+            assert len(left.processes() & set(rank_processes())) == ranks
             assert len(left.groups()) == 1
 
 

@@ -32,7 +32,7 @@ RANKS = 4
 NUM_KINDS = 60
 KILL_EVERY_S = 60.0
 SAMPLE_EVERY_S = 2.0
-SETTLED_S = 60.0
+SETTLED_SHARE = 0.3
 LIFE_SETTLED_S = 8.0
 LIFE_AT_LEAST_S = 15.0
 FINISH_S = 180.0
@@ -54,32 +54,33 @@ memory of driver and ranks has to stay flat; nothing may be left over. {verdict}
 |---|---|
 {table}
 
-| killed after s | rank | known after s | served again after s |
-|---|---|---|---|
+| killed after s | rank | known after s | served again after s | memory of the driver before, MiB |
+|---|---|---|---|---|
 {kills}
 """
 
 
 @dataclass
 class Kill:
-    """A rank's death: when, and when the pool said so and served again, all in seconds since the soak began."""
+    """A rank's death: when, and when the pool said so and served again, in seconds since the soak began."""
 
     at_s: float
     rank: int
+    driver_mib: float
     detected_s: float | None = None
     recovered_s: float | None = None
 
 
 @dataclass
 class Memory:
-    """Proportional set sizes of one process over time."""
+    """What one process has for itself (USS) over time: shares of common pages (PSS) move as other processes come and go."""
 
     at_s: list[float] = field(default_factory=list)
     mib: list[float] = field(default_factory=list)
 
     def sample(self, pid: int, at_s: float) -> None:
         try:
-            used = psutil.Process(pid).memory_full_info().pss
+            used = psutil.Process(pid).memory_full_info().uss
         except psutil.Error:
             return
         self.at_s.append(at_s)
@@ -175,7 +176,7 @@ class Soak:
             while (status := self.pool.status()).state != "ready":
                 time.sleep(0.2)
             place = rng.choice(status.places)
-            self.kills.append(Kill(time.time() - self.began, place.rank))
+            self.kills.append(Kill(time.time() - self.began, place.rank, self.driver.mib[-1]))
             os.kill(place.pid, signal.SIGKILL)
 
     def _watch_memory(self) -> None:
@@ -201,7 +202,8 @@ class Soak:
 
     @property
     def settled_s(self) -> float:
-        return min(SETTLED_S, self.seconds / 4)
+        """What the driver takes in its first restarts, it keeps and uses again."""
+        return SETTLED_SHARE * self.seconds
 
     @property
     def driver_slope(self) -> float:
@@ -235,14 +237,15 @@ def report_of(soak: Soak, problems: list[str], loads: tuple[float, float]) -> st
         "unanswered": soak.unanswered,
         "tokens": f"{soak.tokens} in {soak.lasted_s:.0f} s",
         "seconds until an answer: median, 99%, largest": f"{median:.1f}, {late:.1f}, {latest:.1f}",
-        "PSS of the driver, MiB: first, last": f"{soak.driver.mib[0]:.1f}, {soak.driver.mib[-1]:.1f}",
+        "memory of the driver (USS), MiB: first, last": f"{soak.driver.mib[0]:.1f}, {soak.driver.mib[-1]:.1f}",
         f"slope of the driver after its first {soak.settled_s:.0f} s, MiB a minute": f"{soak.driver_slope:+.2f}",
         "slope of ranks within their lives, MiB a minute: median, largest": of_ranks,
         f"lives of ranks of at least {LIFE_AT_LEAST_S:.0f} s after their first {LIFE_SETTLED_S:.0f} s": len(slopes),
     }
     table = "\n".join(f"| {what} | {value} |" for what, value in rows.items())
     kills = "\n".join(
-        f"| {kill.at_s:.0f} | {kill.rank} | {_after(kill.detected_s, kill)} | {_after(kill.recovered_s, kill)} |"
+        f"| {kill.at_s:.0f} | {kill.rank} | {_after(kill.detected_s, kill)} | {_after(kill.recovered_s, kill)} | "
+        f"{kill.driver_mib:.1f} |"
         for kill in soak.kills
     )
     verdict = "All of it held." if not problems else "It FAILED: " + "; ".join(problems)

@@ -73,7 +73,7 @@ class Kill:
 
 @dataclass
 class Memory:
-    """What one process has for itself (USS) over time: shares of common pages (PSS) move as other processes come and go."""
+    """What one process has for itself (USS) over time; its share of common pages (PSS) moves as others come and go."""
 
     at_s: list[float] = field(default_factory=list)
     mib: list[float] = field(default_factory=list)

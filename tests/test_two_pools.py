@@ -24,7 +24,7 @@ def answer(pool):
     print("ready", flush=True)
     sys.stdin.readline()
     answers = [None] * len(prompts)
-    for completion in pool.generate(prompts, SamplingParams(max_new_tokens={NEW_TOKENS}, ignore_eos=True)):
+    for completion in pool.generate(prompts, SamplingParams(max_new_tokens={NEW_TOKENS})):
         assert answers[completion.index] is None
         answers[completion.index] = completion.token_ids
     print(json.dumps([pids, answers]), flush=True)

@@ -6,8 +6,10 @@ SOURCES := cluster workers dispatch graphs tests benchmarks examples ray_configs
 # The release that CPU results were made with; give another one, a CPU build say, as TORCH='torch==VERSION'.
 TORCH ?= torch==2.13.0
 export OMP_NUM_THREADS ?= 1
+KILL_ROWS := build/kill-matrix.jsonl
+SOAK_SECONDS ?= 600
 
-.PHONY: install run test test-matrix test-faults test-kill-matrix test-long test-scale test-autoscaler lint format types bench clean
+.PHONY: install run test test-matrix test-faults test-kill-matrix test-long test-scale test-autoscaler lint format types bench clean soak
 
 install: $(VENV)/.installed
 
@@ -31,9 +33,14 @@ test-matrix: install  ## every family, layout and dispatch against Transformers;
 test-faults: install  ## every fault at capture and in a step, on 2 and 4 ranks; the suite holds a seeded sample
 	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest -m "not autoscaler" tests/test_capture_faults.py
 
-test-kill-matrix: install  ## ranks end in every way, five times each at random steps; half an hour on 2 cores
-	EXPERT_POOL_FULL_MATRIX=1 EXPERT_POOL_KILL_REPORT=kill-matrix.md $(BIN)/python -m pytest -m "not autoscaler" tests/test_recovery.py \
-		tests/test_lost_nodes.py
+test-kill-matrix: install  ## ten faults, five times each at random steps, into docs/kill-matrix.md; half an hour on 2 cores
+	rm -f $(KILL_ROWS)
+	EXPERT_POOL_FULL_MATRIX=1 EXPERT_POOL_KILL_ROWS=$(KILL_ROWS) $(BIN)/python -m pytest tests/test_kill_matrix.py \
+		tests/test_killed_drivers.py tests/test_lost_nodes.py; \
+		status=$$?; $(BIN)/python tests/kill_report.py $(KILL_ROWS) docs/kill-matrix.md; exit $$status
+
+soak: install  ## random arrivals and a kill every minute, for SOAK_SECONDS, into docs/soak.md
+	$(BIN)/python tests/soak.py --seconds $(SOAK_SECONDS) --report docs/soak.md
 
 test-long: install  ## cases like those of the suite, on more ranks or at another place
 	$(BIN)/python -m pytest -m long

@@ -1,16 +1,22 @@
 """A pool under load whose ranks are ended on purpose, and what must be true of its answers."""
 
-import os
+import logging
 import random
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
+import rank_faults
+import rank_insides
+import ray
 from expert_pool.cluster import (
     CacheConfig,
     ExpertPool,
@@ -21,11 +27,23 @@ from expert_pool.cluster import (
     WorkerConfig,
 )
 from expert_pool.cluster.pool import _get
-from rank_faults import ends_at_step, ends_inside, inject
+from kill_report import Row
+from rank_faults import dies_recording, ends_at_step, inject
+from ray.util.placement_group import placement_group_table
 
 STEP_TIMEOUT_S = 8.0
 PROMPT_TOKENS = 40
-NEW_TOKENS = (60, 160)
+NEW_TOKENS = (40, 100)
+
+
+@contextmanager
+def ray_session(*modules: ModuleType) -> Iterator[None]:
+    """Places for two pools of four ranks; functions of these test modules may be sent to actors."""
+    for module in (rank_faults, rank_insides, sys.modules[__name__], *modules):
+        ray.cloudpickle.register_pickle_by_value(module)  # actors do not see the folder of the tests
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    yield
+    ray.shutdown()
 
 
 def config_of(model: str, ranks: int, **settings: Any) -> PoolConfig:
@@ -58,16 +76,51 @@ def on_rank(pool: ExpertPool, rank: int, function: Any, *args: Any) -> Any:
     return _get(actors[rank].__ray_call__.remote(lambda actor: function(actor._engine, *args)))
 
 
-def rank_processes() -> list[psutil.Process]:
-    """Processes of ranks below this one, of whatever pool."""
+def processes_of(*actors: str) -> list[psutil.Process]:
+    """Processes of these actors below this one, of whatever pool."""
+    titles = tuple(f"ray::{actor}" for actor in actors)
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
-            if any(part.startswith("ray::Rank") for part in process.cmdline()):
+            if any(part.startswith(titles) for part in process.cmdline()):
                 found.append(process)
         except psutil.Error:
             continue
     return sorted(found, key=lambda process: process.pid)
+
+
+def rank_processes() -> list[psutil.Process]:
+    return processes_of("Rank")
+
+
+def placement_groups() -> set[str]:
+    return {key for key, group in placement_group_table().items() if group["state"] != "REMOVED"}
+
+
+class Left:
+    """What there is of processes and placement groups beyond what was there before."""
+
+    def __init__(self) -> None:
+        self._processes, self._groups = set(processes_of("Rank", "Driver")), placement_groups()
+
+    def processes(self) -> set[psutil.Process]:
+        return set(processes_of("Rank", "Driver")) - self._processes
+
+    def groups(self) -> set[str]:
+        return placement_groups() - self._groups
+
+    def is_nothing(self) -> bool:
+        return psutil.wait_procs(list(self.processes()), timeout=10)[1] == [] and self.groups() == set()
+
+
+NOTHING = "0 processes, 0 groups"
+
+
+def beyond(pool: ExpertPool) -> str:
+    """Ranks and placement groups that there are besides those of the one pool there is; waits for what is ending."""
+    own = {place.pid for place in pool.status().places}
+    alive = psutil.wait_procs([one for one in processes_of("Rank") if one.pid not in own], timeout=10)[1]
+    return f"{len(alive)} processes, {len(placement_groups()) - 1} groups"
 
 
 @dataclass
@@ -83,6 +136,7 @@ class Scene:
 
     Attributes:
         expected: tokens by index, of an undisturbed run of the same requests.
+        aim: what the latest fault was aimed at.
     """
 
     pool: ExpertPool
@@ -90,12 +144,17 @@ class Scene:
     seed: int
     num_requests: int = 12
     lines: list[tuple[float, str]] = field(default_factory=list)
+    aim: str = "-"
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.prompts, self.sampling = load_of(self.rng, self.num_requests)
         self.expected = self.answers()
         assert len(self.expected) == self.num_requests
+
+    @property
+    def stamp(self) -> Path:
+        return self.stamps / "stamp"
 
     def answers(
         self, first: Callable[[], None] | None = None, then: Callable[[], None] | None = None
@@ -117,35 +176,52 @@ class Scene:
             answered[completion.index] = completion.token_ids
         return answered
 
-    def survives(self, fault: Callable[["Scene"], None], restarts: int = 1) -> tuple[float, float]:
-        """The fault, which is armed first, happens under load, and every answer is as expected.
+    def survives(
+        self,
+        row: Row,
+        restarts: Sequence[int],
+        first: Callable[[], None] | None = None,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """A fault happens under load, and every answer is as expected; fills the row in.
 
-        Returns:
-            Seconds from the fault until it was known, and until the pool served again.
+        Args:
+            row: of the report.
+            restarts: how many of them the fault may take.
+            first: arms the fault before the requests are sent.
+            then: brings it about while they are on their way.
         """
         self.lines.clear()
-        stamp = self.stamps / "stamp"
-        stamp.unlink(missing_ok=True)
+        self.stamp.unlink(missing_ok=True)
         before = self.pool.status()
-        assert self.answers(lambda: fault(self)) == self.expected
+        answered = self.answers(first, then)
+        row.step, row.tokens_equal = self.aim, answered == self.expected
         after = self.pool.status()
-        assert after.state == "ready"
-        assert after.unfinished == 0
-        assert after.restarts - before.restarts == restarts, self.lines
+        assert row.tokens_equal
+        assert (after.state, after.unfinished) == ("ready", 0)
+        assert after.restarts - before.restarts in restarts, self.lines
+        self.takes_the_times(row)
         assert {place.pid for place in before.places}.isdisjoint(place.pid for place in after.places)
         ended = [psutil.Process(place.pid) for place in before.places if psutil.pid_exists(place.pid)]
         assert psutil.wait_procs(ended, timeout=10)[1] == []
-        happened = float(stamp.read_text())
-        told = [when for when, line in self.lines if "; restarting" in line]
-        ready = [when for when, line in self.lines if line.startswith("ready")]
-        return told[0] - happened, ready[-1] - happened
+        row.left_over = beyond(self.pool)
+        assert row.left_over == NOTHING
 
-    def at_step(self, kind: str, by: str, ranks: int = 1, up_to: int = 40) -> None:
+    def takes_the_times(self, row: Row) -> None:
+        """From the latest fault until the pool reported it, and until it served again."""
+        happened = float(self.stamp.read_text())
+        row.detected_s = (
+            next(when for when, line in self.lines if "; restarting" in line and when > happened) - happened
+        )
+        row.recovered_s = [when for when, line in self.lines if line.startswith("ready")][-1] - happened
+
+    def at_step(self, kind: str, by: str, ranks: int = 1, up_to: int = 30) -> None:
         """Random ranks end in a random step of this kind."""
         number = self.rng.randint(1, up_to)
-        world_size = len(self.pool.status().places)
-        for rank in self.rng.sample(range(world_size), ranks):
-            on_rank(self.pool, rank, inject, ends_at_step, kind, number, by, str(self.stamps / "stamp"))
+        chosen = sorted(self.rng.sample(range(len(self.pool.status().places)), ranks))
+        self.aim = f"{kind.lower()} step {number}, rank {' and '.join(map(str, chosen))}"
+        for rank in chosen:
+            on_rank(self.pool, rank, inject, ends_at_step, kind, number, by, str(self.stamp))
 
     def once_it_says(self, beginning: str, act: Callable[[], None]) -> None:
         """Act, on a thread, when the pool reports a line that begins so."""
@@ -156,10 +232,6 @@ class Scene:
             act()
 
         threading.Thread(target=wait, daemon=True).start()
-
-    def kill_a_process(self) -> None:
-        time.sleep(self.rng.uniform(0.0, 0.3))
-        os.kill(self.rng.choice(self.pool.status().places).pid, signal.SIGKILL)
 
 
 def kill_in_decode(scene: Scene) -> None:
@@ -183,23 +255,34 @@ def raise_in_a_layer(scene: Scene) -> None:
 
 
 def kill_while_it_loads_again(scene: Scene) -> None:
-    """A rank dies, and another one of those that replace it."""
-    scene.once_it_says("loading", scene.kill_a_process)
+    """A rank dies, and one of those that replace it dies while it loads."""
     scene.at_step("DECODE", "dying")
+    pause, rank = scene.rng.uniform(0.0, 0.2), scene.rng.randrange(len(scene.pool.status().places))
+    scene.aim = f"{pause:.2f} s into load, rank {rank}"
+
+    def kill() -> None:
+        time.sleep(pause)
+        process = psutil.Process(scene.pool.status().places[rank].pid)
+        scene.stamp.write_text(str(time.time()))
+        process.send_signal(signal.SIGKILL)
+
+    scene.once_it_says("loading", kill)
 
 
 def kill_in_the_capture_after(scene: Scene) -> None:
     """A rank dies, and one that replaces it dies while it records a graph."""
-    rank = scene.rng.randrange(len(scene.pool.status().places))
-    scene.once_it_says("loading", lambda: on_rank(scene.pool, rank, inject, ends_inside, "record", "dying"))
+    status = scene.pool.status()
+    number, rank = scene.rng.randint(1, len(status.graphs[0].graphs)), scene.rng.randrange(len(status.places))
     scene.at_step("DECODE", "dying")
+    scene.aim = f"recording graph {number}, rank {rank}"
+    scene.once_it_says("loading", lambda: on_rank(scene.pool, rank, inject, dies_recording, number, str(scene.stamp)))
 
 
 FAULTS: dict[str, tuple[Callable[[Scene], None], int]] = {
-    "SIGKILL during decode": (kill_in_decode, 1),
-    "SIGKILL during prefill": (kill_in_prefill, 1),
     "SIGKILL during load": (kill_while_it_loads_again, 2),
     "SIGKILL inside capture": (kill_in_the_capture_after, 2),
+    "SIGKILL during prefill": (kill_in_prefill, 1),
+    "SIGKILL during decode": (kill_in_decode, 1),
     "SIGSTOP during decode": (stall, 1),
     "an exception in a layer": (raise_in_a_layer, 1),
     "SIGKILL of two ranks at once": (kill_two_at_once, 1),

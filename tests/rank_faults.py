@@ -255,15 +255,47 @@ def ends_at_step(engine: RankEngine, kind: str, number: int, by: str, stamp: str
 
     def end(*call: Any) -> None:
         if inside[0]:
-            with open(stamp, "w") as file:
-                file.write(str(time.time()))
-            if by == "raising":
-                raise RuntimeError(INJECTED)
-            os.kill(os.getpid(), signal.SIGKILL if by == "dying" else signal.SIGSTOP)
+            _end_now(by, stamp)
         all_to_all(*call)
 
     with replaced(executor, "run", run_step), replaced(collectives, "all_to_all", end):
         yield
+
+
+@contextmanager
+def dies_recording(engine: RankEngine, number: int, stamp: str) -> Iterator[None]:
+    """The rank dies inside the recording of a graph, when the others are in its first all-to-all or past it.
+
+    Args:
+        engine: of this rank.
+        number: which of the graphs that are recorded from now on, from 1.
+        stamp: file that gets the time when it happens.
+    """
+    collectives, graphs = collectives_of(engine), engine.graphs
+    record, all_to_all = graphs.record, collectives.all_to_all
+    recorded, inside = [0], [False]
+
+    def record_one(*arguments: Any) -> Any:
+        recorded[0] += 1
+        inside[0] = recorded[0] == number
+        return record(*arguments)
+
+    def end(*call: Any) -> None:
+        if inside[0]:
+            _end_now("dying", stamp)
+        all_to_all(*call)
+
+    with replaced(graphs, "record", record_one), replaced(collectives, "all_to_all", end):
+        yield
+
+
+def _end_now(by: str, stamp: str) -> None:
+    """The process of this rank ends (`dying`), stops (`stopping`) or raises (`raising`); the file gets the time."""
+    with open(stamp, "w") as file:
+        file.write(str(time.time()))
+    if by == "raising":
+        raise RuntimeError(INJECTED)
+    os.kill(os.getpid(), signal.SIGKILL if by == "dying" else signal.SIGSTOP)
 
 
 @contextmanager

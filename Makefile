@@ -24,7 +24,7 @@ run: install  ## the main job: complete examples/prompts.jsonl on two CPU ranks
 		--address local
 
 test: install  ## the whole suite but for what the targets below hold
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-matrix: install  ## every family, layout and dispatch against Transformers; the suite holds a seeded sample
 	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest tests/test_token_equality.py tests/test_replay.py \

@@ -40,6 +40,19 @@ class CaptureOutcome(msgspec.Struct, frozen=True):
     plan: CapturePlan
     dropped: tuple[DroppedEntry, ...]
 
+    def what_was_dropped(self) -> list[str]:
+        """A line for all entries of one kind that one rank cannot record for one reason."""
+        alike: dict[tuple[str, int, str], list[DroppedEntry]] = {}
+        for drop in self.dropped:
+            alike.setdefault((drop.entry.kind, drop.rank, drop.reason), []).append(drop)
+        lines = []
+        for (_, rank, reason), drops in alike.items():
+            entries = (
+                f"{drops[0].entry} to {drops[-1].entry}, {len(drops)} graphs," if drops[1:] else str(drops[0].entry)
+            )
+            lines.append(f"{entries} dropped on all ranks: rank {rank} {reason}")
+        return lines
+
 
 async def capture_in_lockstep(plan: CapturePlan, call_all: CallAll) -> CaptureOutcome:
     """Have all ranks record the same graphs, or none.

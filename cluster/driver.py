@@ -49,6 +49,7 @@ class Driver:
         self._lifelines = Lifelines()
         self._has_owner = has_owner
         self._owned = asyncio.Event()
+        self._is_over = asyncio.Event()
         self._restarts = num_restarts_of_this_actor()
         if self._restarts:
             self._life.enter(DriverState.RECOVERING)
@@ -65,10 +66,12 @@ class Driver:
         await self._lifelines.hold(key)
 
     async def belong_to(self, owner: Lifeline) -> None:
-        """The pool ends with the process of the owner. Does not return: Ray calls it again in a driver begun anew."""
+        """The pool ends with the process of the owner. Returns when it was shut down: Ray calls it again in a driver
+        that is begun anew, and says so to the owner where the actor is gone for good meanwhile."""
         self._lifelines.when_gone(owner, self._end)
         self._owned.set()
-        await asyncio.Event().wait()
+        await self._is_over.wait()
+        self._lifelines.drop(owner)
 
     async def _begin_anew(self) -> None:
         """Ray has started this actor again: the ranks have ended with the process before, and so have requests."""
@@ -200,6 +203,7 @@ class Driver:
     async def shutdown(self) -> None:
         """Stop all ranks together and give their places back; requests under way end with an error."""
         await self._life.stop()
+        self._is_over.set()
 
     async def _end(self) -> None:
         """The process that the pool belongs to is gone: give everything back and end this actor."""

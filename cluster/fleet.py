@@ -128,8 +128,8 @@ class Fleet:
             yield line
         begin_stage(DriverState.CAPTURING)
         await self.capture()
-        for drop in self.graphs.dropped:
-            yield str(drop)
+        for line in self.graphs.what_was_dropped():
+            yield line
 
     async def capture(self) -> None:
         """Have all ranks record all graphs, or none; see `capture_in_lockstep`."""

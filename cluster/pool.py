@@ -27,6 +27,7 @@ from .tokens import load_tokenizer, tokenize
 logger = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 30.0
+_ANSWERED_S = 5.0
 
 
 class PoolCompletion(msgspec.Struct, frozen=True):
@@ -78,7 +79,7 @@ class ExpertPool:
         self._owns_pool = owns_pool
         self._owns_ray = owns_ray
         self._report = report
-        self._belonging: Any = None  # kept, for Ray repeats a call only as long as somebody may want its result
+        self._belonging: list[Any] = []  # kept, for Ray repeats a call only as long as somebody may want its result
         self.rank_config = rank_config
 
     @classmethod
@@ -121,7 +122,8 @@ class ExpertPool:
             raise
         try:
             if not detached:
-                pool._belonging = patient(driver.belong_to).remote(lasting_lifeline_to(driver))
+                lifeline = lasting_lifeline_to(driver)
+                pool._belonging = [patient(driver.belong_to).remote(lifeline), *lifeline.refs]
             for line in stream(driver.start):
                 report(line)
         except DriverRestartError:
@@ -222,6 +224,9 @@ class ExpertPool:
         driver, self._driver = self._driver, None
         try:
             ray.get(patient(driver.shutdown).remote(), timeout=_SHUTDOWN_S)
+            # Ray complains of calls that are under way when their actor ends.
+            if self._belonging:
+                ray.wait(self._belonging, num_returns=len(self._belonging), timeout=_ANSWERED_S)
         except (RayActorError, RayTaskError, ray.exceptions.GetTimeoutError) as error:
             logger.warning("the driver did not shut down in order (%s); its ranks end with it", error)
         finally:

@@ -29,6 +29,20 @@ transformers_logging.set_verbosity_error()
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For `--dist loadgroup`: modules stay whole, and those that start Ray are one group.
+
+    A pool without an address joins whatever Ray it finds on the machine, so two sessions at once would meet.
+    """
+    only_check_that_none_is_started = {"test_plan.py", "test_bad_input_config.py", "test_gpu_memory.py"}
+    for item in items:
+        module = item.getparent(pytest.Module)
+        assert module is not None
+        uses_ray = {"ray", "ExpertPool"} & vars(module.obj).keys()
+        starts_ray = uses_ray and module.path.name not in only_check_that_none_is_started
+        item.add_marker(pytest.mark.xdist_group("ray" if starts_ray else module.name))
+
+
 @pytest.fixture(scope="session")
 def tiny_moe() -> str:
     """The trained example model with its tokenizer."""

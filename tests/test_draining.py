@@ -75,6 +75,7 @@ def end_node(cluster: Cluster, node_id: str) -> None:
     cluster.remove_node(next(node for node in cluster.worker_nodes if node.node_id == node_id), allow_graceful=False)
 
 
+@pytest.mark.long
 def test_ranks_leave_a_node_before_it_goes(cluster, random_models):
     lines: list[str] = []
     with ExpertPool.launch(config_of(random_models["qwen3_moe"]), report=lines.append) as pool:

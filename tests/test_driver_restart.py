@@ -101,6 +101,7 @@ def test_a_named_pool_comes_back_and_its_callers_are_told(address, random_models
     assert eventually(lambda: nothing_left(pids))
 
 
+@pytest.mark.long
 def test_a_command_on_a_named_pool_goes_on_once_the_driver_is_back(address, random_models, prompts_file, tmp_path):
     lines = [{"prompt_token_ids": [5, 17, index], "max_new_tokens": 4 if index < 2 else 300} for index in range(10)]
     prompts = prompts_file(*({"ignore_eos": True, **line} for line in lines))
@@ -137,6 +138,7 @@ def test_a_command_on_a_named_pool_goes_on_once_the_driver_is_back(address, rand
     assert eventually(lambda: nothing_left(pids))
 
 
+@pytest.mark.long
 def test_the_owner_of_a_pool_keeps_it_and_ends_it(address, random_models):
     with ExpertPool.launch(config_of(random_models["qwen3_moe"])) as pool:
         pids = processes_of(pool)

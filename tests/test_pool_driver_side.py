@@ -16,11 +16,13 @@ from expert_pool.cluster import (
     WorkerConfig,
     load_config,
 )
+from expert_pool.cluster.capture import CaptureOutcome, DroppedEntry
 from expert_pool.cluster.driver_state import DriverState, may_follow
 from expert_pool.cluster.failure import describe_failure
 from expert_pool.cluster.router import Router
 from expert_pool.cluster.tokens import tokenize
 from expert_pool.dispatch.errors import ConfigError
+from expert_pool.graphs.plan import CaptureEntry, CapturePlan
 from expert_pool.workers.request import Request
 from hypothesis import given
 from hypothesis import strategies as st
@@ -172,3 +174,13 @@ def test_token_ids_may_come_from_arrays_and_tensors():
 def test_a_prompt_that_is_neither_text_nor_integers_is_refused(prompt):
     with pytest.raises(ConfigError, match=r"a prompt is a text or|does not fit into 64 bits"):
         tokenize([prompt], None)
+
+
+def test_what_no_rank_records_is_said_once_a_reason():
+    reason = "records no piecewise graphs on GPUs"
+    dropped = [DroppedEntry(CaptureEntry("piecewise", bucket), 0, reason) for bucket in (64, 32, 16)]
+    dropped.append(DroppedEntry(CaptureEntry("decode", 8), 1, "has 4 KV blocks"))
+    assert CaptureOutcome(CapturePlan(()), tuple(dropped)).what_was_dropped() == [
+        f"piecewise[64 x 1] to piecewise[16 x 1], 3 graphs, dropped on all ranks: rank 0 {reason}",
+        "decode[8 x 1] dropped on all ranks: rank 1 has 4 KV blocks",
+    ]

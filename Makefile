@@ -68,7 +68,6 @@ types: install
 		-p expert_pool.cluster -p expert_pool.workers -p expert_pool.dispatch -p expert_pool.graphs
 
 bench: install
-	$(BIN)/python -m pip install -q -e '.[bench]'
 	$(BIN)/python benchmarks/cpu_generate.py
 
 clean:

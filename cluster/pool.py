@@ -207,7 +207,8 @@ class ExpertPool:
         return _get(patient(self._running_driver().status).remote())
 
     def trace(self) -> tuple[RankTrace, ...]:
-        """The last steps of every rank, all on one clock; `cluster.trace_file.write_trace` makes a file of them.
+        """The last steps of every rank, all on one clock; `cluster.trace_file.TraceFile(path).write` makes a file
+        of them.
 
         Raises:
             ConfigError: ranks remember none.

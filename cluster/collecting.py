@@ -5,10 +5,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from ray.exceptions import RayActorError
-
 from ..workers.rank_config import RankConfig
 from ..workers.request import RankStats
+from .failure import LOST
 from .gang import Gang
 from .ledger import Ledger
 from .metrics import LOAD_INTERVAL_S, PoolMetrics
@@ -76,7 +75,7 @@ class Collector:
         while True:
             try:
                 output = await leader.next_output.remote()
-            except RayActorError:
+            except LOST:
                 return
             self.stats[output.stats.dp_rank] = output.stats
             self._metrics.report(output.stats, at_once=output.is_last)
@@ -91,7 +90,7 @@ class Collector:
             await asyncio.sleep(LOAD_INTERVAL_S)
             try:
                 counts = await asyncio.gather(*(_await(leader.expert_counts.remote()) for leader in leaders))
-            except RayActorError:
+            except LOST:
                 return
             self._metrics.report_expert_load(counts)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from ..dispatch.errors import ConfigError, DriverRestartError, RankError
 from ..workers.rank_config import RankConfig
@@ -18,6 +18,7 @@ from ..workers.trace import RankTrace
 from .config import PoolConfig, checked, refuse_unbuilt, resolve
 from .driver_handle import get as _get
 from .driver_handle import named_driver, new_driver, patient, stream
+from .failure import LOST
 from .ledger import PoolEvent, Prompt
 from .lifeline import lasting_lifeline_to, lifeline_to
 from .pool_status import PoolStatus
@@ -212,6 +213,7 @@ class ExpertPool:
 
         Raises:
             ConfigError: ranks remember none.
+            RankError: a rank was lost, or did not answer in time.
         """
         if not self.rank_config.worker.trace_steps:
             raise ConfigError("worker.trace_steps=0: ranks remember no steps; launch the pool with a number of them")
@@ -228,7 +230,7 @@ class ExpertPool:
             # Ray complains of calls that are under way when their actor ends.
             if self._belonging:
                 ray.wait(self._belonging, num_returns=len(self._belonging), timeout=_ANSWERED_S)
-        except (RayActorError, RayTaskError, ray.exceptions.GetTimeoutError) as error:
+        except (*LOST, RayTaskError, ray.exceptions.GetTimeoutError) as error:
             logger.warning("the driver did not shut down in order (%s); its ranks end with it", error)
         finally:
             ray.kill(driver)

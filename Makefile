@@ -8,8 +8,11 @@ TORCH ?= torch==2.13.0
 export OMP_NUM_THREADS ?= 1
 KILL_ROWS := build/kill-matrix.jsonl
 SOAK_SECONDS ?= 600
+# A folder of its own: in .venv itself Triton would change what `import torch` imports, for every other test.
+KERNELS := $(VENV)/kernels
+PRINT_KERNELS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["kernels"])
 
-.PHONY: install run test test-matrix test-faults test-kill-matrix test-long test-scale test-autoscaler lint format types bench clean soak
+.PHONY: install run test test-kernels test-matrix test-faults test-kill-matrix test-long test-scale test-autoscaler lint format types bench clean soak
 
 install: $(VENV)/.installed
 
@@ -25,6 +28,14 @@ run: install  ## the main job: complete examples/prompts.jsonl on two CPU ranks
 
 test: install  ## the whole suite but for what the targets below hold
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+test-kernels: $(KERNELS)/.installed  ## Triton kernels in its interpreter, against plain PyTorch; `test` skips them
+	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/$(KERNELS) $(BIN)/python -m pytest tests/test_fused_layers.py \
+		tests/test_routing_kernels.py
+
+$(KERNELS)/.installed: $(VENV)/.installed
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(KERNELS) $$($(BIN)/python -c '$(PRINT_KERNELS)')
+	touch $@
 
 test-matrix: install  ## every family, layout and dispatch against Transformers; the suite holds a seeded sample
 	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest tests/test_token_equality.py tests/test_replay.py \
@@ -68,7 +79,6 @@ types: install
 		-p expert_pool.cluster -p expert_pool.workers -p expert_pool.dispatch -p expert_pool.graphs
 
 bench: install
-	$(BIN)/python -m pip install -q -e '.[bench]'
 	$(BIN)/python benchmarks/cpu_generate.py
 
 clean:

@@ -49,7 +49,7 @@ MODEL = str(Path(__file__).resolve().parent.parent / "examples" / "tiny_moe")
 WARM_UP = 50
 BOUND = 1.5
 TIMEOUT = timedelta(seconds=60)
-NUM_FIELDS = 8
+NUM_FIELDS = len(Proposal._fields)
 
 
 def state_of(config: RankConfig, rank: int) -> StateReader:

@@ -6,10 +6,12 @@ from ..dispatch.errors import (
     DriverRestartError,
     ExpertPoolError,
     GeometryError,
+    KernelError,
     PlacementError,
     RankError,
 )
 from ..dispatch.limits import Limits
+from ..dispatch.tuning import TableRow, Tuning
 from ..workers.config import CacheConfig, WorkerConfig
 from ..workers.request import RankStats, SamplingParams
 from .config import PlacementConfig, PoolConfig, load_config
@@ -24,6 +26,7 @@ __all__ = [
     "ExpertPool",
     "ExpertPoolError",
     "GeometryError",
+    "KernelError",
     "Limits",
     "PlacementConfig",
     "PlacementError",
@@ -33,6 +36,8 @@ __all__ = [
     "RankStats",
     "RecoveryConfig",
     "SamplingParams",
+    "TableRow",
+    "Tuning",
     "WorkerConfig",
     "load_config",
 ]

@@ -70,8 +70,9 @@ def generate(
 ) -> None:
     """Complete a file of prompts.
 
-    Exits with 0 when every request finished, 1 when some failed (run again to retry them), 2 when something was refused
-    before the start, 130 when interrupted. Finished requests are in the output file in each case.
+    Exits with 0 when every request finished, 1 when some failed (run again to retry them), 2 when configuration, model
+    folder, prompts or output file were refused (before anything started, but for what only the ranks' machines show
+    while they load), 130 when interrupted. Finished requests are in the output file in each case.
     """
     given: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
@@ -82,7 +83,7 @@ def generate(
         "ignore_eos": ignore_eos,
     }
     console = Console(stderr=True)
-    with _orderly_exit(console):
+    with _orderly_exit(console, "interrupted; finished requests are in the output file"):
         trace = TraceFile(trace_path) if trace_path is not None else None
         config = pool_config(options) if pool_name is None else None
         defaults = SamplingParams(**{name: value for name, value in given.items() if value is not None})
@@ -274,8 +275,9 @@ def _say(console: Console, line: str) -> None:
 class _orderly_exit:
     """Our errors become one line and an exit code; an interrupt or a termination unwinds, so the pool is shut down."""
 
-    def __init__(self, console: Console):
+    def __init__(self, console: Console, said_when_interrupted: str = "interrupted"):
         self._console = console
+        self._said_when_interrupted = said_when_interrupted
 
     def __enter__(self) -> None:
         self._previous = signal.signal(signal.SIGTERM, _terminate)
@@ -289,7 +291,7 @@ class _orderly_exit:
             _say(self._console, f"failed: {error}")
             sys.exit(EXIT_FAILED)
         if isinstance(error, KeyboardInterrupt):
-            _say(self._console, "interrupted; finished requests are in the output file")
+            _say(self._console, self._said_when_interrupted)
             sys.exit(EXIT_INTERRUPTED)
 
 

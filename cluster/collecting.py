@@ -1,16 +1,18 @@
 """What comes back from the ranks that lead a batch: completions and tokens into the ledger, counters into metrics."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
 
-from ray.exceptions import RayActorError
-
 from ..workers.rank_config import RankConfig
 from ..workers.request import RankStats
+from .failure import LOST
 from .gang import Gang
 from .ledger import Ledger
 from .metrics import LOAD_INTERVAL_S, PoolMetrics
+
+logger = logging.getLogger(__name__)
 
 
 class Collector:
@@ -20,16 +22,24 @@ class Collector:
         ledger: takes results in.
         metrics: of the pool.
         then: runs when requests have finished, so that there is room for others.
+        broke: is told what kept results from being taken in, other than the end of a rank.
 
     Attributes:
         stats: the latest counters by DP rank.
     """
 
-    def __init__(self, ledger: Ledger, metrics: PoolMetrics, then: Callable[[], None]):
+    def __init__(
+        self,
+        ledger: Ledger,
+        metrics: PoolMetrics,
+        then: Callable[[], None],
+        broke: Callable[[Exception], None],
+    ):
         self.stats: dict[int, RankStats] = {}
         self._ledger = ledger
         self._metrics = metrics
         self._then = then
+        self._broke = broke
         self._results: list[asyncio.Task[None]] = []
         self._loads: list[asyncio.Task[None]] = []
 
@@ -55,10 +65,17 @@ class Collector:
 
     async def _collect(self, leader: Any) -> None:
         """Bring the results of one DP rank to the streams that wait for them."""
+        try:
+            await self._bring(leader)
+        except Exception as error:
+            logger.exception("results could not be taken in")
+            self._broke(error)
+
+    async def _bring(self, leader: Any) -> None:
         while True:
             try:
                 output = await leader.next_output.remote()
-            except RayActorError:
+            except LOST:
                 return
             self.stats[output.stats.dp_rank] = output.stats
             self._metrics.report(output.stats, at_once=output.is_last)
@@ -73,7 +90,7 @@ class Collector:
             await asyncio.sleep(LOAD_INTERVAL_S)
             try:
                 counts = await asyncio.gather(*(_await(leader.expert_counts.remote()) for leader in leaders))
-            except RayActorError:
+            except LOST:
                 return
             self._metrics.report_expert_load(counts)
 

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 _ACCEPTING = (DriverState.READY, DriverState.RECOVERING, DriverState.RESIZING)
 # Ray repeats the owner's call as soon as it knows that the actor is there again.
 _OWNER_S = 30.0
+_END_S = 30.0
 
 
 class Driver:
@@ -120,7 +121,8 @@ class Driver:
             self._lifelines.drop(caller)
             raise
         stream = self._life.ledger.open(prompts)
-        self._lifelines.when_gone(caller, lambda: stream.events.put_nowait(RankError("the caller is gone")))
+        gone = RankError("the caller is gone")
+        self._lifelines.when_gone(caller, lambda: stream.events.put_nowait(gone), or_cut_off=True)
         left = len(prompts)
         try:
             self._life.hand_out()
@@ -208,5 +210,7 @@ class Driver:
     async def _end(self) -> None:
         """The process that the pool belongs to is gone: give everything back and end this actor."""
         logger.warning("the process that launched the pool is gone: the pool ends")
-        await self.shutdown()
-        ray.kill(ray.get_runtime_context().current_actor)
+        try:
+            await asyncio.wait_for(self.shutdown(), _END_S)
+        finally:  # Ray ends ranks and gives places back with this actor, if it comes to that
+            ray.kill(ray.get_runtime_context().current_actor)

@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, ObjectLostError, RayError, RayTaskError
 
 from ..dispatch.errors import ConfigError, DriverRestartError, ExpertPoolError, RankError
 from ..workers.rank_config import RankConfig
 from .config import PoolConfig
 from .driver import Driver
 from .environment import rank_environment
+from .failure import LOST
 
 # Actors of named pools are looked for here, from whatever job.
 NAMESPACE = "expert_pool"
@@ -32,6 +33,8 @@ def new_driver(config: PoolConfig, rank_config: RankConfig, name: str | None, ha
     """
     options = {
         "num_cpus": 0,  # a cluster that just holds the ranks will do, or a head node that holds none
+        # Every open `generate` holds two calls; of Ray's own bound of 1000, `shutdown` would wait its turn in silence.
+        "max_concurrency": 100_000,
         "max_restarts": config.recovery.max_restarts,
         "lifetime": "detached",
         "name": name,
@@ -89,27 +92,40 @@ def get(ref: Any) -> Any:
     """`ray.get` that raises our own errors as themselves, without the remote traceback.
 
     Raises:
-        DriverRestartError: the driver actor ended, and may come back.
+        DriverRestartError: the driver actor ended and may come back, or an answer was lost with its node.
         RankError: it has ended for good.
         ExpertPoolError: what the call raised.
     """
     try:
         return ray.get(ref)
-    except RayTaskError as error:
-        if isinstance(error.cause, ExpertPoolError):
-            raise error.cause from None
-        raise
-    except ActorUnavailableError:
-        raise DriverRestartError(
+    except RayError as error:
+        if (own := own_error(error)) is None:
+            raise
+        raise own from None
+
+
+def own_error(error: RayError) -> ExpertPoolError | None:
+    """What `get` raises for this error of a call of the driver; `None` where that is Ray's own."""
+    if isinstance(error, RayTaskError):
+        return error.cause if isinstance(error.cause, ExpertPoolError) else None
+    if isinstance(error, ActorUnavailableError):
+        return DriverRestartError(
             "the pool's driver actor ended, and what was in flight was lost with it; answers that came before stay. "
             "Ray starts it anew, recovery.max_restarts times in all: call again, which waits for the pool or says that "
             "it is gone"
-        ) from None
-    except RayActorError as error:
-        raise RankError(f"the pool's driver actor died for good: {_reason(error)}") from None
+        )
+    if isinstance(error, ObjectLostError):
+        return DriverRestartError(
+            "an answer of the pool's driver actor was lost with the node that held it; answers that came before stay: "
+            "call again, which waits for the pool or says that it is gone"
+        )
+    if isinstance(error, LOST):
+        return RankError(f"the pool's driver actor died for good: {_reason(error)}")
+    return None
 
 
-def _reason(error: RayActorError) -> str:
+def _reason(error: BaseException) -> str:
     """The line of Ray's message that says why."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next((line for line in lines if "because" in line), lines[0]).split(" Some common causes include")[0]
+    telling = next((line for line in lines if "because" in line), lines[0] if lines else type(error).__name__)
+    return telling.split(" Some common causes include")[0]

@@ -1,9 +1,19 @@
 """What to say when ranks fail: one error that names the rank where it began, and why."""
 
-from ray.exceptions import RayActorError, RayTaskError
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from ..dispatch.errors import ExpertPoolError, PlacementError, RankError
 from ..workers.rank import RankPlace
+
+LOST = (RayActorError, OutOfMemoryError, NodeDiedError)
+"""What Ray raises where a process or its machine is gone; the second, which is no `RayActorError`, where its memory
+monitor ended the process."""
+
+Answer = TypeVar("Answer")
 
 _LOST_PEER = 2
 # Gloo's, NCCL's (ncclRemoteError) and our own deadlines'.
@@ -36,7 +46,7 @@ def describe_failure(
         return type(cause)(
             f"{cause} (raised on ranks {sorted(r for r, c in causes.items() if type(c) is type(cause))})"
         )
-    if isinstance(cause, RayActorError):
+    if isinstance(cause, LOST):
         return RankError(f"{_named(rank, places)} died {when}: {_reason_of_death(cause)}")
     if silent and _suspicion(cause) == _LOST_PEER:
         names = ", ".join(_named(one, places) for one in sorted(silent))
@@ -47,6 +57,29 @@ def describe_failure(
             f"rank {rank} waited for it: {_first_line(cause)}"
         )
     return RankError(f"rank {rank} failed {when}: {type(cause).__name__}: {_first_line(cause)}")
+
+
+async def answer_of(
+    rank: int, call: Awaitable[Answer], when: str, timeout_s: float, places: tuple[RankPlace, ...] = ()
+) -> Answer:
+    """What a call of one rank returns.
+
+    Args:
+        rank: for the message.
+        call: of the rank's method.
+        when: what it does, for the message.
+        timeout_s: how long it may take.
+        places: as for `describe_failure`.
+
+    Raises:
+        RankError: the rank is lost, raised, or did not answer in time; names it.
+    """
+    try:
+        return await asyncio.wait_for(call, timeout_s)
+    except RayError as error:
+        raise describe_failure({rank: error}, when, places) from error
+    except TimeoutError:
+        raise RankError(f"{_named(rank, places)} did not answer within {timeout_s:g} s {when}") from None
 
 
 def is_origin(error: BaseException) -> bool:
@@ -64,13 +97,13 @@ def _named(rank: int, places: tuple[RankPlace, ...]) -> str:
 
 def _suspicion(cause: BaseException) -> int:
     """Lower is more likely the origin: ranks that lose a peer report a broken connection."""
-    if isinstance(cause, RayActorError):
+    if isinstance(cause, LOST):
         return 0
     text = str(cause).lower()
     return _LOST_PEER if any(sign in text for sign in _SIGNS_OF_A_LOST_PEER) else 1
 
 
-def _reason_of_death(cause: RayActorError) -> str:
+def _reason_of_death(cause: BaseException) -> str:
     """The lines of Ray's message that say why, without ids of actors and jobs."""
     lines = [line.strip() for line in str(cause).splitlines()]
     telling = [line for line in lines if "because" in line or line.startswith("Worker exit detail")]

@@ -102,10 +102,20 @@ class Fleet:
             async for facts in self._move_to(wanted):
                 note(facts)
         except PlacementError as error:
-            async for facts in self._move_to(before):
+            async for facts in self.return_to(before):
                 note(facts)
             return error
         return None
+
+    async def return_to(self, before: RankConfig) -> AsyncIterator[str]:
+        """Places for a size that the pool had, or for fewer ranks if `min_ranks` allows.
+
+        Raises:
+            PlacementError: there are not enough.
+        """
+        self.config = before
+        async for facts in self.place_anew():
+            yield facts
 
     async def build(self, begin_stage: Callable[[DriverState], None]) -> AsyncIterator[str]:
         """Start a gang in the places there are, load and record graphs; yields a line a stage.

@@ -7,11 +7,11 @@ waiting for it inside a collective, where nothing else would reach them.
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, cast
 
 import ray
-from ray.exceptions import ActorDiedError, RayActorError, RayError
+from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..dispatch.errors import ExpertPoolError, RankError
@@ -20,7 +20,7 @@ from ..workers.mailbox import Intake
 from ..workers.rank import Rank, RankPlace
 from ..workers.rank_config import RankConfig
 from .environment import runtime_environment
-from .failure import describe_failure, is_origin
+from .failure import LOST, describe_failure, is_origin
 from .kernels import prepare_kernels
 from .metrics import pool_label
 from .placement import Placement
@@ -83,10 +83,14 @@ class Gang:
             self.actors.append(options.remote(self._config, rank, pool_label()))
         self.places = tuple(await self.call("place"))
         try:
-            host, port = await self.actors[0].open_rendezvous.remote()
+            host, port = await asyncio.wait_for(self._call_one(0, "open_rendezvous"), self._start_timeout_s)
         except RayError as error:
-            self._note_losses({0: error})
             raise describe_failure({0: error}, "while opening the rendezvous", self.places) from error
+        except TimeoutError:
+            self.is_broken = True
+            raise RankError(
+                f"rank 0 did not open the rendezvous within placement.start_timeout_s={self._start_timeout_s:g}"
+            ) from None
         await self.call("join", host, port, collective=True)
 
     async def prepare_kernels(self) -> AsyncIterator[str]:
@@ -96,11 +100,7 @@ class Gang:
             ExpertPoolError: a kernel did not compile, or a rank died or was late.
         """
         statuses = await self.call("kernels_needed")
-
-        def call(rank: int, method: str) -> Awaitable[Any]:
-            return _await(getattr(self.actors[rank], method).remote())
-
-        async for line in prepare_kernels(statuses, self.places, call, self._start_timeout_s):
+        async for line in prepare_kernels(statuses, self.places, self._call_one, self._start_timeout_s):
             yield line
 
     async def call(
@@ -127,7 +127,7 @@ class Gang:
         _, pending = await asyncio.wait(calls.values(), timeout=limit, return_when=until)
         doing = f"during {_readable(method, args)}"
         failures = _failures(calls)
-        if failures and (collective or any(isinstance(error, RayActorError) for error in failures.values())):
+        if failures and (collective or any(isinstance(error, LOST) for error in failures.values())):
             raise await self._end(calls, doing)
         if failures:
             self._note_losses(failures)
@@ -194,6 +194,13 @@ class Gang:
             ray.kill(actor)
         self.actors.clear()
 
+    async def _call_one(self, rank: int, method: str) -> Any:
+        try:
+            return await getattr(self.actors[rank], method).remote()
+        except RayError as error:
+            self._note_losses({rank: error})
+            raise
+
     async def _end(self, calls: Calls, when: str, waited_s: float | None = None) -> ExpertPoolError:
         """Find out why these calls fail, tell every rank that still lives, and end them all.
 
@@ -216,7 +223,7 @@ class Gang:
 
     def _note_losses(self, failures: Mapping[int, BaseException]) -> None:
         """A rank whose constructor raised has not lost its process: it would raise again."""
-        lost = [error for error in failures.values() if isinstance(error, RayActorError)]
+        lost = [error for error in failures.values() if isinstance(error, LOST)]
         raised = [error for error in lost if isinstance(error, ActorDiedError) and "creation task" in str(error)]
         self.has_lost_a_process = self.has_lost_a_process or len(lost) > len(raised)
 

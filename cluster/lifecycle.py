@@ -56,8 +56,9 @@ class Lifecycle:
         self.failure: ExpertPoolError | None = None
         self.notice: str | None = None
         self._metrics = PoolMetrics(pool_label())
-        self.collector = Collector(self.ledger, self._metrics, self.hand_out)
+        self.collector = Collector(self.ledger, self._metrics, self.hand_out, self._lose_results)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._stopping: asyncio.Task[None] | None = None
 
     @property
     def gang(self) -> Gang:
@@ -87,7 +88,7 @@ class Lifecycle:
                 async for line in self._rebuild_after(error):
                     yield line
         except BaseException as error:
-            await self._fail(error if isinstance(error, ExpertPoolError) else RankError(f"start-up failed: {error}"))
+            await self.fail(error if isinstance(error, ExpertPoolError) else RankError(f"start-up failed: {error}"))
             raise (self.failure or error) from None
 
     def begin_anew(self, why: str) -> None:
@@ -119,9 +120,9 @@ class Lifecycle:
             async for line in self._rebuild_after(error):
                 self.note(line)
         except ExpertPoolError as final:
-            await self._fail(final)
+            await self.fail(final)
         except Exception as bug:
-            await self._fail(RankError(f"the recovery failed: {type(bug).__name__}: {bug}; it followed: {error}"))
+            await self.fail(RankError(f"the recovery failed: {type(bug).__name__}: {bug}; it followed: {error}"))
 
     async def leave_for_good(self) -> None:
         """All ranks leave their loops at one step boundary, say all that they have to say, and end.
@@ -136,9 +137,17 @@ class Lifecycle:
         self.end_gang()
 
     async def stop(self) -> None:
-        """Stop all ranks together and give their places back; requests under way end with an error."""
-        if not may_follow(self.state, DriverState.STOPPING):
-            return
+        """Stop all ranks together and give their places back; requests under way end with an error.
+
+        Whoever asks while that is under way waits for it too.
+        """
+        if self._stopping is None:
+            if not may_follow(self.state, DriverState.STOPPING):
+                return
+            self._stopping = asyncio.ensure_future(self._stop())
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self) -> None:
         running = self.state is DriverState.READY
         self.enter(DriverState.STOPPING)
         if running:
@@ -214,16 +223,27 @@ class Lifecycle:
         except RankError as error:
             await self.recover(error)
         except ExpertPoolError as error:
-            await self._fail(error)
+            await self.fail(error)
         except Exception as bug:
-            await self._fail(RankError(f"starting anew failed: {type(bug).__name__}: {bug}; it followed: {cause}"))
+            await self.fail(RankError(f"starting anew failed: {type(bug).__name__}: {bug}; it followed: {cause}"))
 
     async def _watch(self, gang: Gang) -> None:
         """End the gang when a rank ends, for the others would wait for it in their next collective; then recover."""
         await gang.first_loop_end()
         if self.state is DriverState.READY:
             self.enter(DriverState.RECOVERING)
-            await self.recover(await gang.end_after_loop())
+            try:
+                error = await gang.end_after_loop()
+            except Exception as bug:
+                error = RankError(f"a rank's loop ended, and why is unknown: {type(bug).__name__}: {bug}")
+            await self.recover(error)
+
+    def _lose_results(self, bug: Exception) -> None:
+        """What the ranks report cannot be taken in: their callers would wait for ever, so other ranks start."""
+        if self.state is DriverState.READY:
+            self.enter(DriverState.RECOVERING)
+            what = f"results of the ranks could not be taken in: {type(bug).__name__}: {bug}"
+            self.spawn(self.recover(RankError(what)))
 
     async def _rebuild_after(self, error: ExpertPoolError) -> AsyncIterator[str]:
         """Start new ranks until they run, as often as `recovery` allows.
@@ -257,7 +277,8 @@ class Lifecycle:
         if self.state not in _REBUILDING:
             self.enter(state)
 
-    async def _fail(self, error: ExpertPoolError) -> None:
+    async def fail(self, error: ExpertPoolError) -> None:
+        """The pool ends with this error: for those who wait, those who come, and in `status`."""
         if not may_follow(self.state, DriverState.FAILED):
             return
         logger.error("the pool failed: %s", error)

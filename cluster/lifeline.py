@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectLostError
+from ray.exceptions import ObjectLostError, RayActorError
 
 _UNSTARTED_S = 60.0
 
@@ -53,15 +53,24 @@ class Lifelines:
     async def hold(self, key: str) -> None:
         """Returns once the lifeline is dropped: until then, its result is what the caller owns."""
         await self._dropped.setdefault(key, asyncio.Event()).wait()
-        del self._dropped[key]
+        self._dropped.pop(key, None)
 
-    def when_gone(self, lifeline: Lifeline, act: Callable[[], Awaitable[None] | None]) -> None:
-        """Act once the process that owns the lifeline is gone, unless it is dropped before."""
+    def when_gone(
+        self, lifeline: Lifeline, act: Callable[[], Awaitable[None] | None], or_cut_off: bool = False
+    ) -> None:
+        """Act once the process that owns the lifeline is gone, unless it is dropped before.
+
+        Args:
+            lifeline: of that process.
+            act: what to do then.
+            or_cut_off: act also when that process takes the driver for gone, which it then asks anew.
+        """
+        signs = (ObjectLostError, RayActorError) if or_cut_off else (ObjectLostError,)
 
         async def watch() -> None:
             try:
                 await lifeline.refs[0]
-            except ObjectLostError:
+            except signs:
                 if (acting := act()) is not None:
                     await acting
 

@@ -10,8 +10,6 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from ray.exceptions import RayError
-
 from ..dispatch.errors import ExpertPoolError, PlacementError, RankError
 from ..workers.rank_config import RankConfig
 from .config import PoolConfig
@@ -20,7 +18,7 @@ from .fleet import AT_ONCE_S
 from .lifecycle import Lifecycle
 from .placement import Placement
 from .ray_internals import can_tell_draining_nodes, draining_nodes
-from .resizing import resized
+from .resizing import resized, working_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +52,10 @@ class Mover:
                 continue
             try:
                 going = await asyncio.to_thread(draining_nodes)
-            except RayError as error:
+            except Exception as error:  # it is asked again, whatever Ray raises
                 logger.warning("cannot tell which nodes are about to go: %s", error)
                 continue
+            self._stays_on &= going.keys()
             held = {place.node_id for place in self._life.gang.places} - self._stays_on
             deadlines = {node: deadline for node, deadline in going.items() if node in held}
             if deadlines and self._life.state is DriverState.READY and not self._is_moving:
@@ -78,7 +77,8 @@ class Mover:
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            if work.cancelled():
+            this = asyncio.current_task()
+            if work.cancelled() and not (this and this.cancelling()):
                 raise RankError("the pool was shut down while its ranks were being moved") from None
             raise
 
@@ -96,6 +96,8 @@ class Mover:
                 async for facts in reserve.acquire():
                     life.note(f"resizing to {ranks} ranks: {facts}")
             life.require(DriverState.READY)
+            if fleet.config is not before:
+                raise RankError(f"the pool has {fleet.config.layout.world_size} ranks by now: resize it again")
             life.enter(DriverState.RESIZING)
             life.note(f"resizing from {before.layout.world_size} to {ranks} ranks")
             await life.leave_for_good()
@@ -107,8 +109,13 @@ class Mover:
             if life.state is not DriverState.RESIZING:
                 raise
             refusal = refusal or error
-            life.enter(DriverState.RECOVERING)
-            await life.recover(error)
+            if type(error) is not RankError and fleet.config is wanted:
+                await self._go_back(before, error)
+            else:
+                life.enter(DriverState.RECOVERING)
+                await life.recover(error)
+        except Exception as bug:
+            await self._give_up(bug)
         finally:
             reserve.release()
         if life.failure is not None:
@@ -117,6 +124,31 @@ class Mover:
             assert refusal is not None
             raise type(refusal)(f"not resized, the pool has {fleet.config.layout.world_size} ranks: {refusal}")
         return wanted
+
+    async def _go_back(self, before: RankConfig, refusal: ExpertPoolError) -> None:
+        """What ranks refuse at another size, only they could know: go on with the size before."""
+        life = self._life
+        life.note(f"the other size cannot work, going back to {before.layout.world_size} ranks: {refusal}")
+        try:
+            life.end_gang()
+            async for facts in life.fleet.return_to(before):
+                life.note(facts)
+            async for line in life.build():
+                life.note(line)
+        except ExpertPoolError as error:
+            life.enter(DriverState.RECOVERING)
+            await life.recover(error)
+
+    async def _give_up(self, bug: Exception) -> None:
+        """Nothing is known of ranks that were being moved: a pool that has left its places ends, with the reason.
+
+        Raises:
+            RankError: always.
+        """
+        error = RankError(f"moving the ranks failed: {type(bug).__name__}: {bug}")
+        if self._life.state is DriverState.RESIZING:
+            await self._life.fail(error)
+        raise error from bug
 
     async def _leave_nodes(self, deadlines: dict[str, float]) -> RankConfig:
         """Other places for the ranks on these nodes while they serve, if there are any; then all ranks begin there.
@@ -130,11 +162,13 @@ class Mover:
         hosts = ", ".join(sorted({f"{place.address} ({place.node_id[:8]})" for place in leaving}))
         within = f"in {max(0.0, left_s):.0f} s" if left_s < _FOREVER_S else "soon"
         why = f"Ray takes node {hosts} away {within}"
-        life.note(f"{why}: looking for {len(leaving)} other places")
-        reserve = fleet.places_for(len(leaving), max(left_s - _LEAVE_S, left_s / 2, 1.0))
+        # Where all ranks have to be in one domain, the ones that leave take the others along.
+        num_places = len(leaving) if self._pool.placement.domain_label is None else len(life.gang.places)
+        life.note(f"{why}: looking for {num_places} other places")
+        reserve = fleet.places_for(num_places, max(left_s - _LEAVE_S, left_s / 2, 1.0))
         try:
             has_room = await self._wait_for(reserve, why)
-            if not has_room and self._pool.min_ranks is None:
+            if not has_room and not await asyncio.to_thread(self._may_shrink_by, len(leaving)):
                 self._stays_on.update(deadlines)
                 life.note(
                     f"{why}, and there are no other places: the pool serves until then, and then waits for places"
@@ -145,8 +179,13 @@ class Mover:
             life.note(f"{why}: moving the ranks")
             await life.leave_for_good()
             await asyncio.to_thread(reserve.release)
-            async for facts in fleet.place_anew(None if has_room else AT_ONCE_S):
-                life.note(facts)
+            try:
+                async for facts in fleet.place_anew(None if has_room else AT_ONCE_S):
+                    life.note(facts)
+            except PlacementError as error:  # others were faster: a pool that served is not given up for that
+                life.note(f"{error}; looking again")
+                async for facts in fleet.place_anew():
+                    life.note(facts)
             async for line in life.build():
                 life.note(line)
         except ExpertPoolError as error:
@@ -154,9 +193,16 @@ class Mover:
                 raise
             life.enter(DriverState.RECOVERING)
             await life.recover(error)
+        except Exception as bug:
+            await self._give_up(bug)
         finally:
             reserve.release()
         return fleet.config
+
+    def _may_shrink_by(self, leaving: int) -> bool:
+        config = self._life.fleet.config
+        left = config.layout.world_size - leaving
+        return self._pool.min_ranks is not None and bool(working_sizes(self._pool, config, left))
 
     async def _wait_for(self, reserve: Placement, why: str) -> bool:
         try:

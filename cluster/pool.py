@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from ..dispatch.errors import ConfigError, DriverRestartError, RankError
 from ..workers.rank_config import RankConfig
@@ -18,6 +18,7 @@ from ..workers.trace import RankTrace
 from .config import PoolConfig, checked, refuse_unbuilt, resolve
 from .driver_handle import get as _get
 from .driver_handle import named_driver, new_driver, patient, stream
+from .failure import LOST
 from .ledger import PoolEvent, Prompt
 from .lifeline import lasting_lifeline_to, lifeline_to
 from .pool_status import PoolStatus
@@ -207,10 +208,12 @@ class ExpertPool:
         return _get(patient(self._running_driver().status).remote())
 
     def trace(self) -> tuple[RankTrace, ...]:
-        """The last steps of every rank, all on one clock; `cluster.trace_file.write_trace` makes a file of them.
+        """The last steps of every rank, all on one clock; `cluster.trace_file.TraceFile(path).write` makes a file
+        of them.
 
         Raises:
             ConfigError: ranks remember none.
+            RankError: a rank was lost, or did not answer in time.
         """
         if not self.rank_config.worker.trace_steps:
             raise ConfigError("worker.trace_steps=0: ranks remember no steps; launch the pool with a number of them")
@@ -227,7 +230,7 @@ class ExpertPool:
             # Ray complains of calls that are under way when their actor ends.
             if self._belonging:
                 ray.wait(self._belonging, num_returns=len(self._belonging), timeout=_ANSWERED_S)
-        except (RayActorError, RayTaskError, ray.exceptions.GetTimeoutError) as error:
+        except (*LOST, RayTaskError, ray.exceptions.GetTimeoutError) as error:
             logger.warning("the driver did not shut down in order (%s); its ranks end with it", error)
         finally:
             ray.kill(driver)

@@ -9,10 +9,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..workers.request import RankStats
 
 _LINE_INTERVAL_S = 5.0
+_COUNTED = ("generated_tokens", "decode_seconds", "decode_model_seconds")
 
 
 class GenerationProgress:
     """Counts requests and tokens, and shows them.
+
+    Ranks count from their own start, for every caller of the pool: what is shown is what their counters gain during
+    this run. So the rate while it lasts is the pool's, other callers' tokens included; the summary counts its own.
 
     Args:
         console: where to; a terminal gets a bar.
@@ -23,7 +27,9 @@ class GenerationProgress:
         self._console = console
         self._total = total
         self._stats: dict[int, RankStats] = {}
+        self._gained: dict[str, float] = dict.fromkeys(_COUNTED, 0.0)
         self._started = self._last_line = time.monotonic()
+        self._first_stats: float | None = None
         self.requests = 0
         self.failed = 0
         self.tokens = 0
@@ -41,6 +47,12 @@ class GenerationProgress:
 
     def on_stats(self, stats: RankStats) -> None:
         """A DP rank reported."""
+        if self._first_stats is None:
+            self._first_stats = time.monotonic()
+        before = self._stats.get(stats.dp_rank, stats)
+        is_anew = any(getattr(stats, name) < getattr(before, name) for name in _COUNTED)  # it counts from 0 again
+        for name in _COUNTED:
+            self._gained[name] += getattr(stats, name) - (0 if is_anew else getattr(before, name))
         self._stats[stats.dp_rank] = stats
         self._show()
 
@@ -55,11 +67,8 @@ class GenerationProgress:
         """One line: requests, tokens, time and rate of the whole run."""
         seconds = time.monotonic() - self._started
         failed = f", {self.failed} failed" if self.failed else ""
-        decode_seconds = sum(stats.decode_seconds for stats in self._stats.values())
-        model_seconds = sum(stats.decode_model_seconds for stats in self._stats.values())
-        outside = (
-            f"; {1 - model_seconds / decode_seconds:.0%} of decode steps outside the model" if decode_seconds else ""
-        )
+        model_share = self._gained["decode_model_seconds"] / max(self._gained["decode_seconds"], 1e-9)
+        outside = f"; {1 - model_share:.0%} of decode steps outside the model" if model_share else ""
         return (
             f"{self.requests} of {self._total} requests{failed}, {self.tokens} tokens in {seconds:.1f} s, "
             f"{self.tokens / max(seconds, 1e-9):.0f} tokens/s{outside}"
@@ -85,7 +94,7 @@ class GenerationProgress:
             self._console.print(f"{self.requests} of {self._total} requests, {self._detail(now)}", highlight=False)
 
     def _detail(self, now: float) -> str:
-        generated = sum(stats.generated_tokens for stats in self._stats.values())
-        rate = f"{generated / max(now - self._started, 1e-9):.0f} tokens/s"
+        seconds = 0.0 if self._first_stats is None else now - self._first_stats
+        rate = f"{self._gained['generated_tokens'] / max(seconds, 1e-9):.0f} tokens/s"
         ranks = " ".join(f"[{rank}] {stats.running}/{stats.waiting}" for rank, stats in sorted(self._stats.items()))
         return f"{rate}, running/waiting {ranks}".replace("[", r"\[")

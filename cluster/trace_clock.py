@@ -10,8 +10,10 @@ import ray
 
 from ..workers.rank import RankPlace
 from ..workers.trace import RankTrace
+from .failure import answer_of
 
 _PINGS = 8
+_ANSWER_S = 30.0
 
 
 async def collect_traces(actors: Sequence[Any], places: Sequence[RankPlace]) -> tuple[RankTrace, ...]:
@@ -19,12 +21,23 @@ async def collect_traces(actors: Sequence[Any], places: Sequence[RankPlace]) -> 
 
     That clock is one for all processes of a node. For ranks on other nodes its offset is measured over the network, and
     is right to within half the fastest answer's time.
+
+    Raises:
+        RankError: a rank died, or did not answer for half a minute; names it.
     """
     here = ray.get_runtime_context().get_node_id()
-    traces = await asyncio.gather(*(_await(actor.trace.remote()) for actor in actors))
+    known = tuple(places)
+    traces = await asyncio.gather(
+        *(
+            answer_of(rank, _await(actor.trace.remote()), "while handing out its trace", _ANSWER_S, known)
+            for rank, actor in enumerate(actors)
+        )
+    )
     moved = []
-    for actor, place, trace in zip(actors, places, traces, strict=True):
-        offset = 0.0 if place.node_id == here else offset_of(await ping(actor))
+    for rank, (actor, place, trace) in enumerate(zip(actors, places, traces, strict=True)):
+        offset = 0.0
+        if place.node_id != here:
+            offset = offset_of(await answer_of(rank, ping(actor), "while its clock was read", _ANSWER_S, known))
         moved.append(shifted(trace, offset))
     return tuple(moved)
 

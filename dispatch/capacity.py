@@ -42,7 +42,7 @@ def budget_problems(limits: Limits, layout: Layout, dispatch: str, experts: Expe
     Args:
         limits: of a step, equal on every rank.
         layout: the arrangement of ranks.
-        dispatch: resolved: `local`, `allgather` or `alltoall`.
+        dispatch: resolved: `local`, or any kind but `auto`.
         experts: resolved: `torch` or `cutedsl`.
     """
     if dispatch in ALL_TO_ALL_KINDS:

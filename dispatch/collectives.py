@@ -1,4 +1,6 @@
-"""The one door to `torch.distributed` for everything a step exchanges between ranks.
+"""The one door to `torch.distributed` for what a model's forward exchanges.
+
+Ranks that share a batch also broadcast its requests and its tokens, outside what is recorded.
 
 Whatever passes through can be listed (what did this step issue, in what order, with which shapes), and it can be
 rehearsed: the same code runs and the same list results, but nothing is sent, so nothing can hang.

@@ -8,6 +8,9 @@ from .geometry import StepGeometry
 class CountTensors:
     """Token counts of all DP ranks where kernels can read them; allocated once, int32, filled without waiting.
 
+    They are for kernels that need the counts of other ranks on the device. No dispatcher here has such: all take them
+    from the `StepGeometry`, on the host.
+
     Attributes:
         num_tokens: `[dp_size]`, tokens of each DP rank after padding.
         num_tokens_for_logprob: `[dp_size]`, rows of each DP rank whose logits are due.

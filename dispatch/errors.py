@@ -6,7 +6,8 @@ class ExpertPoolError(Exception):
 
 
 class ConfigError(ExpertPoolError, ValueError):
-    """The configuration, a prompt file or an output path cannot work; nothing was started."""
+    """The configuration, a prompt file or an output path cannot work. Nothing was started, but where only the ranks'
+    machines show it: ranks raise it while they load, and the pool then ends."""
 
 
 class CheckpointError(ConfigError):

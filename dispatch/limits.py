@@ -63,8 +63,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             step prefills.
         disable_piecewise_cuda_graph: record no prefill graphs.
         max_dispatch_tokens_per_rank: capacity, the rows one rank may hand to an all-to-all in one step; per rank, never
-            multiplied by `ep_size`. Unset: the environment's EXPERT_POOL_MAX_DISPATCH_TOKENS_PER_RANK, else the larger
-            of 4096 and what is needed.
+            multiplied by `ep_size`. Unset: the environment's EXPERT_POOL_MAX_DISPATCH_TOKENS_PER_RANK, else what is
+            needed, and for an all-to-all that is named at least 4096.
         speculative_algorithm: how tokens are drafted; `None` drafts none, and the other speculative settings rest.
         speculative_num_draft_tokens: tokens of a request that the target verifies in one step; unset counts as 1.
         speculative_num_steps: draft steps before a verification; does not widen a step.
@@ -158,12 +158,6 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def max_requests_per_step(self) -> int:
         """The largest batch that decodes in one step, padding to a graph's batch size included."""
         return max(self.graph_batch_size, self.max_running_requests)
-
-    @property
-    def max_tokens_per_step(self) -> int:
-        """The most tokens one DP rank runs in one step, padding included: it prefills or decodes, never both."""
-        decode = self.max_requests_per_step * tokens_per_request(self)
-        return max(self.prefill_tokens_per_step, self.piecewise_tokens, decode)
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,9 @@ class PathMaker:
         """
         if not name.is_mega:
             if name.experts not in ("torch", "cutedsl", "nvfp4"):
-                raise ConfigError(f"path {str(name)!r}: no experts {name.experts!r} are known; use torch or cutedsl")
+                raise ConfigError(
+                    f"path {str(name)!r}: no experts {name.experts!r} are known; use torch, cutedsl or nvfp4"
+                )
             if name.experts not in self._experts:
                 self._experts[name.experts] = self._backend(name.experts)
         return name.experts

@@ -84,6 +84,26 @@ def ray_head(
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextmanager
+def ray_worker(head: Head, *options: str) -> Iterator[None]:
+    """Start a node that joins a head of this machine, and end it with whatever it has started."""
+    log = open(head.folder / "worker.log", "w")  # noqa: SIM115 (closed below)
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--address={head.address}"),
+            *("--dashboard-agent-listen-port=0", "--disable-usage-stats", *options),
+        ],
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        _end(process)
+        log.close()
+
+
 def _end(process: subprocess.Popen) -> None:
     """End a process and all that descend from it, also those that appear while their parents are ended."""
     while process.poll() is None:

@@ -59,7 +59,7 @@ def await_workers(count: int, within_s: float) -> None:
         time.sleep(0.5)
 
 
-def test_nodes_come_for_a_pool_and_go_when_it_is_gone(session, random_models, references):
+def test_h19_nodes_come_for_a_pool_and_go_when_it_is_gone(session, random_models, references):
     lines: list[str] = []
     assert num_workers() == 0
     config = PoolConfig(model=random_models["qwen3_moe"], ranks=4, placement=PlacementConfig(timeout_s=240))
@@ -74,9 +74,7 @@ def test_nodes_come_for_a_pool_and_go_when_it_is_gone(session, random_models, re
     await_workers(0, within_s=120)
 
 
-def test_more_than_the_cluster_may_grow_to_is_refused_with_what_is_missing_and_asks_for_nothing_more(
-    session, random_models
-):
+def test_h19_more_than_the_cluster_may_grow_to_is_refused_with_what_is_missing(session, random_models):
     config = PoolConfig(model=random_models["qwen3_moe"], ranks=8, placement=PlacementConfig(timeout_s=12))
     with pytest.raises(PlacementError, match=r"timeout_s=12: 0 of 8 bundles placed; waiting for 8 x \{CPU: 1\}"):
         ExpertPool.launch(config)

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import ray
 from click.testing import CliRunner
+from expert_pool.cluster import cli
 from expert_pool.cluster.cli import main
 
 START_S, EXIT_S = 90.0, 45.0
@@ -156,3 +157,23 @@ def test_plan_starts_nothing_and_shows_what_a_rank_holds(random_models):
     assert "generate would refuse" not in result.output
     assert "4 ranks" in result.output
     assert "8 experts" in result.output
+
+
+@pytest.mark.parametrize("command", ["generate", "launch", "plan", "status", "shutdown"])
+def test_an_interrupt_speaks_of_an_output_file_only_where_there_is_one(command, monkeypatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "pool_config", interrupted)
+    monkeypatch.setattr(cli.ExpertPool, "connect", interrupted)
+    options = {
+        "generate": ["--model", "folder", "--prompts", "in.jsonl", "--output", "out.jsonl"],
+        "launch": ["--model", "folder", "--name", "one"],
+        "plan": ["--model", "folder"],
+        "status": ["--pool", "one"],
+        "shutdown": ["--pool", "one"],
+    }
+    result = CliRunner().invoke(main, [command, *options[command]])
+    assert result.exit_code == 130
+    more = "; finished requests are in the output file" if command == "generate" else ""
+    assert result.output == f"interrupted{more}\n"

@@ -2,8 +2,11 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 
+import msgspec
+import psutil
 import pytest
 import ray
 from expert_pool.cluster import (
@@ -16,6 +19,7 @@ from expert_pool.cluster import (
     SamplingParams,
 )
 from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table
 
 pytestmark = pytest.mark.timeout(300)
 PROMPTS = [[5, 17, index] for index in range(12)]
@@ -109,3 +113,37 @@ def test_without_other_places_it_goes_on_with_fewer_ranks_where_that_is_allowed(
         assert any("going on with 1 ranks, as min_ranks=1 allows" in line for line in lines), lines
         end_node(cluster, drained[0])
         assert answers(pool) == expected
+
+
+@pytest.mark.long
+def test_a_pool_that_looks_for_other_places_is_shut_down_in_order(cluster, random_models):
+    pool = ExpertPool.launch(config_of(random_models["qwen3_moe"]))
+    processes = [psutil.Process(place.pid) for place in pool.status().places]
+    drain(cluster, pool, 300)
+    deadline = time.monotonic() + 30
+    while "looking for 1 other places" not in (pool.status().notice or ""):
+        assert time.monotonic() < deadline, pool.status().notice
+    started = time.monotonic()
+    pool.shutdown()
+    assert time.monotonic() - started < 15, "it is not the deadline of the call that ends it"
+    assert psutil.wait_procs(processes, timeout=10)[1] == []
+    assert {group["state"] for group in placement_group_table().values()} == {"REMOVED"}
+
+
+@pytest.mark.long
+def test_a_pool_that_can_neither_move_nor_shrink_serves_until_its_node_is_gone(cluster, random_models):
+    """Both ranks are needed, so the one that is about to lose its node stays there, and comes back on another."""
+    placement, recovery = PlacementConfig(timeout_s=60), RecoveryConfig(max_restarts=1, backoff_s=0)
+    config = config_of(random_models["qwen3_moe"], min_ranks=2, placement=placement)
+    with ExpertPool.launch(msgspec.structs.replace(config, recovery=recovery)) as pool:
+        expected = answers(pool)
+        drained = drain(cluster, pool, 20)
+        deadline = time.monotonic() + 40
+        while "there are no other places" not in (pool.status().notice or ""):
+            assert time.monotonic() < deadline, pool.status().notice
+        assert (pool.status().state, len(pool.status().places)) == ("ready", 2)
+        assert answers(pool) == expected
+        cluster.add_node(num_cpus=1)
+        end_node(cluster, drained)
+        assert answers(pool) == expected
+        assert (pool.status().state, pool.status().restarts) == ("ready", 1)

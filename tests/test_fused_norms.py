@@ -5,6 +5,7 @@ import torch
 from expert_pool.workers.fused_norms import fuse_norms
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss"]
 
@@ -35,7 +36,7 @@ def test_every_norm_of_a_family_is_replaced_and_is_no_further_from_exact(family,
         before.append(norm(rows[-1]).double())
         wide = rows[-1].double()
         exact.append(wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.weight.double())
-    assert fuse_norms(model) == len(norms) > 0
+    assert fuse_norms(model, torch.bfloat16) == len(norms) > 0
     for index, norm in enumerate(norms):
         found = norm(rows[index]).double()
         assert not torch.equal(found, rows[index].double())
@@ -46,5 +47,16 @@ def test_a_norm_that_computes_otherwise_is_left_alone():
     model = nn.Sequential(OnePlusWeightRMSNorm(32), nn.LayerNorm(32))
     rows = torch.randn(4, 32).bfloat16()
     expected = model[0](rows)
-    assert fuse_norms(model) == 0
+    assert fuse_norms(model, torch.bfloat16) == 0
     assert torch.equal(model[0](rows), expected)
+
+
+def test_a_norm_whose_weight_is_kept_in_float32_is_left_alone():
+    """Its rows come in the model's dtype, for which PyTorch's own has no mixed kernel."""
+    norm = Qwen3MoeRMSNorm(32)
+    assert norm.weight.dtype is torch.float32
+    rows = torch.randn(4, 32).bfloat16()
+    expected = norm(rows)
+    assert fuse_norms(norm, torch.bfloat16) == 0
+    assert torch.equal(norm(rows), expected)
+    assert fuse_norms(norm, torch.float32) == 1

@@ -1,4 +1,7 @@
-"""`generate` as a job of Ray's job server: no terminal, exit codes, logs, and an end on demand."""
+"""`generate` as a job of Ray's job server: no terminal, exit codes, logs, and an end on demand.
+
+Jobs run on the head, which has no place for a rank (H18): their pools are on another node.
+"""
 
 import json
 import sys
@@ -12,7 +15,7 @@ import pytest
 import ray
 from ray.job_submission import JobStatus, JobSubmissionClient
 from ray.util.placement_group import placement_group_table
-from ray_head import ray_head
+from ray_head import ray_head, ray_worker
 
 WAIT_S = 90.0
 
@@ -22,10 +25,14 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[JobSubmissionClient]:
-    """A cluster with a job server, whose head holds two ranks and nothing else."""
+    """A cluster with a job server, whose only worker node holds two ranks and nothing else."""
     # Where other work shares the cores, three seconds are too few for an orderly end.
-    with ray_head("--num-cpus=2", environment={"RAY_JOB_STOP_WAIT_TIME_S": "30"}) as head:
+    with (
+        ray_head("--num-cpus=0", environment={"RAY_JOB_STOP_WAIT_TIME_S": "30"}) as head,
+        ray_worker(head, "--num-cpus=2"),
+    ):
         ray.init(address=head.address, log_to_driver=False, logging_level="ERROR")
+        assert eventually(lambda: ray.cluster_resources().get("CPU") == 2)
         yield JobSubmissionClient(head.job_server)
         ray.shutdown()
 

@@ -56,7 +56,7 @@ def stage(random_models: dict[str, str], tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("fault", "seed"), CASES)
-def test_every_request_is_answered_once_with_the_same_tokens_after(fault, seed, stage):
+def test_h21_every_request_is_answered_once_with_the_same_tokens_after(fault, seed, stage):
     act, restarts = FAULTS[fault]
     with case(fault, seed) as row:
         scene = stage.scene()

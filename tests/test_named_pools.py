@@ -172,3 +172,11 @@ def test_a_detached_pool_needs_a_name_and_a_cluster_that_stays(random_models):
     with pytest.raises(ConfigError, match=r"outlives its launcher.*`ray start --head`"):
         ExpertPool.launch(PoolConfig(model=random_models["qwen3_moe"], address="local"), name="x", detached=True)
     assert not ray.is_initialized()
+
+
+def test_more_open_calls_than_ray_allows_by_itself_keep_nobody_waiting(address, random_models):
+    with ExpertPool.launch(PoolConfig(model=random_models["qwen3_moe"], ranks=1), name="busy") as pool:
+        held = [pool._driver.hold.remote(str(number)) for number in range(1100)]
+        assert ray.get(pool._driver.status.remote(), timeout=60).state == "ready"
+        assert not ray.wait(held, num_returns=1, timeout=0)[0]
+    assert eventually(nothing_left)

@@ -115,6 +115,9 @@ def test_overlap_changes_no_completion(layout, random_models):
         )
         with PlainRanks(config, graphs=True) as ranks:
             completions[overlap] = [ranks.generate(PROMPTS, SAMPLING), ranks.generate(PROMPTS[::-1], SAMPLING)]
+            for stats in ranks.stats.values():
+                assert stats.decode_seconds > 0
+                assert (stats.decode_model_seconds > 0) is not overlap, "a launch is not the model's time"
             assert layout.dp_size > 1 or sum(stats.preemptions for stats in ranks.stats.values()) > 0
     assert completions[True] == completions[False]
 

@@ -1,6 +1,8 @@
 """The driver's parts that need no cluster: configuration files, routing, states, and what is said of failures."""
 
+import asyncio
 import json
+import time
 
 import msgspec
 import pytest
@@ -17,15 +19,28 @@ from expert_pool.cluster import (
     load_config,
 )
 from expert_pool.cluster.capture import CaptureOutcome, DroppedEntry
+from expert_pool.cluster.driver_handle import own_error
 from expert_pool.cluster.driver_state import DriverState, may_follow
-from expert_pool.cluster.failure import describe_failure
+from expert_pool.cluster.failure import LOST, answer_of, describe_failure
+from expert_pool.cluster.gang import Gang
 from expert_pool.cluster.router import Router
 from expert_pool.cluster.tokens import tokenize
-from expert_pool.dispatch.errors import ConfigError
+from expert_pool.dispatch.errors import ConfigError, DriverRestartError
 from expert_pool.graphs.plan import CaptureEntry, CapturePlan
 from expert_pool.workers.request import Request
 from hypothesis import given
 from hypothesis import strategies as st
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    NodeDiedError,
+    ObjectFetchTimedOutError,
+    ObjectLostError,
+    OutOfMemoryError,
+    OwnerDiedError,
+    RayError,
+    RayTaskError,
+)
 
 FULL = PoolConfig(
     model="folder",
@@ -158,6 +173,71 @@ def test_an_error_that_all_ranks_raise_keeps_its_type_and_names_them():
 
 def test_ranks_that_stop_unasked_are_a_failure():
     assert "all ranks stopped while running without being told to" in str(describe_failure({}, "while running"))
+
+
+MEMORY = "Task was killed due to the node running low on memory."
+LOSSES = [ActorDiedError(), OutOfMemoryError(MEMORY), NodeDiedError("the node is gone")]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
+def test_however_ray_names_the_end_of_a_process_the_rank_died_and_may_be_started_again(loss):
+    assert isinstance(loss, LOST)
+    lost_peer = RuntimeError("Connection closed by peer")
+    said = str(describe_failure({0: lost_peer, 1: loss}, "during load"))
+    assert said == f"rank 1 died during load: {loss}"
+    gang = Gang(None, {}, 1.0, {})
+    gang._note_losses({0: lost_peer, 1: loss})
+    assert gang.has_lost_a_process
+    assert isinstance(own_error(loss), RankError)
+    assert not isinstance(own_error(loss), DriverRestartError)
+    assert str(own_error(loss)) == f"the pool's driver actor died for good: {loss}"
+
+
+def test_a_rank_that_raises_while_it_is_made_is_no_loss():
+    gang = Gang(None, {}, 1.0, {})
+    gang._note_losses({0: ActorDiedError(RayTaskError("Rank.__init__", "traceback", ValueError("odd")))})
+    assert not gang.has_lost_a_process
+
+
+LOST_ANSWERS = [kind("ab" * 14, None, "") for kind in (ObjectLostError, OwnerDiedError, ObjectFetchTimedOutError)]
+
+
+@pytest.mark.parametrize(
+    "lost", [ActorUnavailableError("gone", None), *LOST_ANSWERS], ids=lambda lost: type(lost).__name__
+)
+def test_what_is_lost_with_the_driver_or_its_node_may_be_asked_for_again(lost):
+    assert isinstance(own_error(lost), DriverRestartError)
+
+
+def test_an_error_of_our_own_comes_as_itself_and_rays_others_as_rays():
+    cause = GeometryError("ranks disagree")
+    assert own_error(RayTaskError("start", "traceback", cause)) is cause
+    assert own_error(RayTaskError("start", "traceback", ValueError("a bug"))) is None
+    assert own_error(RayError("something else")) is None
+
+
+async def never() -> None:
+    await asyncio.Event().wait()
+
+
+async def raising(error: BaseException) -> None:
+    raise error
+
+
+def test_a_rank_that_does_not_answer_is_named_in_time():
+    started = time.monotonic()
+    with pytest.raises(RankError, match=r"^rank 3 did not answer within 0.05 s while handing out its trace$"):
+        asyncio.run(answer_of(3, never(), "while handing out its trace", 0.05))
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
+def test_a_rank_that_is_lost_instead_of_answering_is_named(loss):
+    with pytest.raises(RankError, match=r"^rank 2 died while handing out its trace: "):
+        asyncio.run(answer_of(2, raising(loss), "while handing out its trace", 30.0))
+    failed = RayTaskError("trace", "traceback", ValueError("odd"))
+    with pytest.raises(RankError, match=r"^rank 2 failed while handing out its trace: ValueError: odd$"):
+        asyncio.run(answer_of(2, raising(failed), "while handing out its trace", 30.0))
 
 
 def test_token_ids_may_come_from_arrays_and_tensors():

@@ -45,7 +45,7 @@ def gone(pids: list[int], within_s: float) -> bool:
     return not psutil.wait_procs(processes, timeout=within_s)[1]
 
 
-def test_more_ranks_than_the_cluster_holds_are_refused_at_the_deadline(random_models):
+def test_h19_more_ranks_than_the_cluster_holds_are_refused_at_the_deadline(random_models):
     lines: list[str] = []
     config = PoolConfig(model=random_models["qwen3_moe"], ranks=8, placement=PlacementConfig(timeout_s=2))
     with pytest.raises(PlacementError) as refusal:
@@ -80,7 +80,7 @@ def test_a_resource_that_no_node_has_is_named(random_models):
         ExpertPool.launch(config)
 
 
-def test_a_rank_that_is_killed_ends_the_pool_in_seconds_and_is_named(random_models):
+def test_h21_a_rank_that_is_killed_ends_the_pool_in_seconds_and_is_named(random_models):
     config = PoolConfig(model=random_models["qwen3_moe"], ranks=2, recovery=RecoveryConfig(max_restarts=0))
     sampling = [SamplingParams(max_new_tokens=2)] + [SamplingParams(max_new_tokens=450, ignore_eos=True)] * 40
     with ExpertPool.launch(config) as pool:

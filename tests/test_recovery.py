@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from expert_pool.cluster import (
@@ -15,6 +16,7 @@ from expert_pool.cluster import (
     SamplingParams,
 )
 from expert_pool.cluster.recovery import Restarts
+from expert_pool.dispatch.tuning import Tuning
 from kill_scene import Left, Scene, config_of, on_rank, rank_processes, ray_session
 from rank_faults import ends_at_step, inject, other_expert_backend
 
@@ -66,6 +68,31 @@ def test_a_pool_grows_and_shrinks_under_load(left, random_models, tmp_path):
             assert pool.rank_config.layout.world_size == ranks
             assert len(left.processes() & set(rank_processes())) == ranks
             assert len(left.groups()) == 1
+
+
+@pytest.mark.long
+def test_a_size_that_only_the_ranks_can_refuse_leaves_the_pool_as_it_was(left, random_models, tmp_path):
+    """Tables that cannot be read are found when ranks load; they are gone once the pool is on its way back."""
+    tables, lines = tmp_path / "tables.json", []
+
+    def on_line(line: str) -> None:
+        lines.append(line)
+        if "going back to 2 ranks" in line:
+            tables.unlink()
+
+    config = config_of(random_models["qwen3_moe"], 2, dispatch="measured", tuning=Tuning(cache=str(tables)))
+    prompts, sampling = [[5, 17, index] for index in range(6)], SamplingParams(max_new_tokens=300, ignore_eos=True)
+    with ExpertPool.launch(config, report=on_line) as pool, ThreadPoolExecutor(1) as threads:
+        expected = {one.index: one.token_ids for one in pool.generate(prompts, sampling)}
+        tables.write_text("{")
+        completions = pool.generate(prompts, sampling)
+        resizing = threads.submit(pool.resize, 4)
+        assert {one.index: one.token_ids for one in completions} == expected
+        with pytest.raises(ConfigError, match=r"^not resized, the pool has 2 ranks: .*tables.json' cannot be read"):
+            resizing.result()
+        status = pool.status()
+        assert (status.state, len(status.places), status.restarts) == ("ready", 2, 0), lines
+        assert len(left.groups()) == 1
 
 
 @pytest.mark.long

@@ -37,7 +37,7 @@ def test_a_launch_that_hangs_ends_at_the_deadline(overlap, random_models):
     config = PoolConfig(model=random_models["qwen3_moe"], worker=WorkerConfig(step_timeout_s=4, overlap=overlap))
     started = time.monotonic()
     with (
-        pytest.raises(AssertionError, match=r"a step timed out: .* for 2 s \(worker.step_timeout_s\)"),
+        pytest.raises(AssertionError, match=r"a step timed out: .* for 2 s \(worker.step_timeout_s, less "),
         PlainRanks(config, prepare=hang_in_a_launch) as ranks,
     ):
         ranks.generate([[5, 17]], SamplingParams(max_new_tokens=9, ignore_eos=True))
@@ -91,8 +91,8 @@ def test_a_lost_connection_is_not_called_a_missed_deadline():
 @pytest.mark.parametrize(
     "waited",
     [
-        RankError("a step on this rank's GPU timed out after 6 s (worker.step_timeout_s)"),
-        RankError("a step timed out: a call on this rank has not returned for 6 s (worker.step_timeout_s)"),
+        RankError("a step on this rank's GPU timed out after 6 s (worker.step_timeout_s, less the driver's time)"),
+        RankError("a step timed out: a call on this rank has not returned for 6 s (worker.step_timeout_s, less ...)"),
         RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 10000ms for recv operation"),
     ],
 )

@@ -249,7 +249,7 @@ def _require_equal(name: str, proposals: list[Proposal], ranks: range) -> None:
 
 
 class Agreement:
-    """The host all-gather, on a group that carries nothing else.
+    """The host all-gather, on a host group that no step uses otherwise.
 
     Args:
         group: a Gloo group of all ranks, used for nothing that a step records.

@@ -129,8 +129,9 @@ class RankEngine:
         else:
             model = load_sharded_model(spec, exchange, mesh["ep"], mesh["tp"]).to(self._device)
         if self._device.type == "cuda":
-            fuse_norms(model)
-            fuse_layers(model)
+            dtype = getattr(torch, spec.dtype)
+            fuse_norms(model, dtype)
+            fuse_layers(model, dtype)
         load_seconds, peak_after = time.perf_counter() - started, _peak_memory()
         own_experts = expert_bytes(model)
         dense_bytes = sum(parameter.nbytes for parameter in model.parameters()) - own_experts

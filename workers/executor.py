@@ -42,7 +42,10 @@ class SampledTokens:
         deadline = time.monotonic() + timeout_s
         while self._copied is not None and not self._copied.query():
             if time.monotonic() > deadline:
-                raise RankError(f"a step on this rank's GPU timed out after {timeout_s:g} s (worker.step_timeout_s)")
+                raise RankError(
+                    f"a step on this rank's GPU timed out after {timeout_s:g} s (worker.step_timeout_s, less the "
+                    "driver's time to report it)"
+                )
             time.sleep(_POLL_S)
         return self._tokens_N.tolist()
 
@@ -53,7 +56,7 @@ class StepExecutor:
     Args:
         model: with its cache.
         graphs: the committed graphs of this rank.
-        counts: where kernels read the step's token counts.
+        counts: filled with the step's token counts.
         leader: the rank whose tokens all ranks that share its batch take.
         is_leader: whether this is that rank.
         sharing_group: process group of those ranks; `None` when there is only one.

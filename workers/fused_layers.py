@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 _ROTARY = "apply_rotary_pos_emb"
 _TRIED_ROWS, _TRIED_HEADS, _TRIED_WIDTH = 64, 2, 64
 _SEED = 0
+# What code raises that has to be called otherwise: with other arguments, or others' shapes.
+_CALLED_OTHERWISE = (TypeError, ValueError, IndexError, RuntimeError)
 
 Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -59,19 +61,29 @@ class _FusedRouter:
         return logits_TE, *choose_experts(logits_TE, self._top_k, self._is_normalised, self._dtype)
 
 
-def fuse_layers(model: nn.Module) -> None:
-    """All of this module's, where Triton is there; the same on every rank of one installation."""
+def fuse_layers(model: nn.Module, dtype: torch.dtype) -> None:
+    """All of this module's, where Triton is there; the same on every rank of one installation.
+
+    Args:
+        model: its weights in place.
+        dtype: of what its layers hand each other, equal on every rank; some families keep single weights in another.
+    """
     if importlib.util.find_spec("triton") is None:
         logger.warning("rotary embeddings and routers stay many small kernels each: Triton is not installed")
         return
-    logger.info("%d attentions and %d routers run fused kernels", fuse_rotary(model), fuse_routers(model))
+    num_attentions, num_routers = fuse_rotary(model, dtype), fuse_routers(model, dtype)
+    logger.info("%d attentions and %d routers run fused kernels", num_attentions, num_routers)
 
 
 @torch.inference_mode()
-def fuse_rotary(model: nn.Module) -> int:
+def fuse_rotary(model: nn.Module, dtype: torch.dtype) -> int:
     """Have attention modules call one kernel in place of Transformers' rotary function, where both agree to the bit.
 
     The same on every rank, since it depends on the model's code alone.
+
+    Args:
+        model: its weights in place.
+        dtype: as in `fuse_layers`.
 
     Returns:
         How many attention modules call it.
@@ -85,7 +97,7 @@ def fuse_rotary(model: nn.Module) -> int:
         own = forward.__globals__[_ROTARY]
         if own not in fused:
             stand_in = _FusedRotary(own)
-            fused[own] = stand_in if _rotates_alike(own, stand_in, model) else None
+            fused[own] = stand_in if _rotates_alike(own, stand_in, next(model.parameters()).device, dtype) else None
         if (replacement := fused[own]) is not None:
             module.forward = types.MethodType(_calling(forward, replacement), module)
             num_replaced += 1
@@ -95,10 +107,14 @@ def fuse_rotary(model: nn.Module) -> int:
 
 
 @torch.inference_mode()
-def fuse_routers(model: nn.Module) -> int:
+def fuse_routers(model: nn.Module, dtype: torch.dtype) -> int:
     """Replace the forward of every router that takes the most likely experts of a softmax, as the kernel does.
 
     The routers of a model are the same on every rank, so all ranks replace the same ones.
+
+    Args:
+        model: its weights in place.
+        dtype: as in `fuse_layers`; a router whose weight is in another stays.
 
     Returns:
         How many were replaced.
@@ -108,7 +124,7 @@ def fuse_routers(model: nn.Module) -> int:
         weight, top_k = module._parameters.get("weight"), getattr(module, "top_k", None)
         if not type(module).__name__.endswith("Router") or weight is None or not isinstance(top_k, int):
             continue
-        replacement = _router_like(module, weight, top_k)
+        replacement = _router_like(module, weight, top_k, dtype)
         if replacement is not None:
             module.forward = replacement
             num_replaced += 1
@@ -127,36 +143,40 @@ def _calling(forward: types.FunctionType, rotary: _FusedRotary) -> types.Functio
     return copy
 
 
-def _rotates_alike(own: Rotary, stand_in: _FusedRotary, model: nn.Module) -> bool:
-    parameter = next(model.parameters())
+def _rotates_alike(own: Rotary, stand_in: _FusedRotary, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether both compute the same for angles of each width that the function takes, and it takes one."""
     generator = torch.Generator().manual_seed(_SEED)
 
     def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(parameter.device, parameter.dtype)
+        return torch.randn(*shape, generator=generator).to(device, dtype)
 
     q, k = (drawn(1, _TRIED_ROWS, heads, _TRIED_WIDTH).transpose(1, 2) for heads in (_TRIED_HEADS, 1))
     angles = 3 * torch.randn(1, _TRIED_ROWS, _TRIED_WIDTH // 2, generator=generator)
+    is_compared = False
     for parts in (2, 1):
-        cos, sin = (
-            torch.cat([table] * parts, dim=-1).to(parameter.device, parameter.dtype)
-            for table in (angles.cos(), angles.sin())
-        )
+        cos, sin = (torch.cat([table] * parts, dim=-1).to(device, dtype) for table in (angles.cos(), angles.sin()))
         try:
             expected = own(q, k, cos, sin)
-        except RuntimeError:
-            continue  # this function takes angles of the other width
-        if not all(map(torch.equal, expected, stand_in(q, k, cos, sin))):
+        except _CALLED_OTHERWISE:
+            continue  # with angles of the other width, or never so
+        is_pair = isinstance(expected, tuple) and len(expected) == 2
+        if not is_pair or not all(map(torch.equal, expected, stand_in(q, k, cos, sin))):
             return False
-    return True
+        is_compared = True
+    return is_compared
 
 
-def _router_like(module: nn.Module, weight_EH: torch.Tensor, top_k: int) -> _FusedRouter | None:
+def _router_like(module: nn.Module, weight_EH: torch.Tensor, top_k: int, dtype: torch.dtype) -> _FusedRouter | None:
     """A stand-in that chooses alike and weighs alike but for rounding, on random rows; `None` where none does."""
-    if set(module._parameters) != {"weight"} or module._buffers or weight_EH.dim() != 2:
+    has_more = set(module._parameters) != {"weight"} or module._buffers or module._modules
+    if has_more or weight_EH.dim() != 2 or weight_EH.dtype != dtype:
         return None
     generator = torch.Generator().manual_seed(_SEED)
-    rows = torch.randn(_TRIED_ROWS, weight_EH.shape[1], generator=generator).to(weight_EH.device, weight_EH.dtype)
-    expected = module(rows)
+    rows = torch.randn(_TRIED_ROWS, weight_EH.shape[1], generator=generator).to(weight_EH.device, dtype)
+    try:
+        expected = module(rows)
+    except _CALLED_OTHERWISE:
+        return None
     if not isinstance(expected, tuple) or len(expected) != 3:
         return None
     logits_TE, weights_TK, ids_TK = expected

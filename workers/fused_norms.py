@@ -18,13 +18,14 @@ _SEED = 0
 
 
 @torch.inference_mode()
-def fuse_norms(model: nn.Module) -> int:
+def fuse_norms(model: nn.Module, dtype: torch.dtype) -> int:
     """Replace the forward of every RMS norm that PyTorch's computes alike, but for where it rounds.
 
     The norms of a model are the same on every rank, so all ranks replace the same ones.
 
     Args:
         model: its weights in place, in bfloat16 or float16.
+        dtype: of what its layers hand each other, equal on every rank; a norm whose weight is in another stays.
 
     Returns:
         How many were replaced.
@@ -36,7 +37,7 @@ def fuse_norms(model: nn.Module) -> int:
             continue
         weight = module.get_parameter("weight")
         fused = _FusedNorm(weight, eps)
-        if _computes_alike(module, fused, weight):
+        if weight.dtype == dtype and _computes_alike(module, fused, weight):
             module.forward = fused
             replaced += 1
         else:
@@ -68,6 +69,6 @@ def _eps_of(module: nn.Module) -> float | None:
 def _computes_alike(module: nn.Module, fused: _FusedNorm, weight: torch.Tensor) -> bool:
     generator = torch.Generator().manual_seed(_SEED)
     rows = 3 * torch.randn(_TRIED_ROWS, weight.shape[0], generator=generator)
-    rows = rows.to(device=weight.device, dtype=weight.dtype)
+    rows = rows.to(device=weight.device, dtype=weight.dtype)  # which is the model's
     expected, found = module(rows).float(), fused(rows).float()
     return bool(((found - expected).abs() <= _TWO_ROUNDINGS * expected.abs()).all())

@@ -133,7 +133,7 @@ class RankStats(msgspec.Struct, frozen=True):
         free_kv_blocks: KV blocks not in use, of
         num_kv_blocks: that there are.
         decode_seconds: time of the decode steps, of which
-        decode_model_seconds: was spent inside the model.
+        decode_model_seconds: was spent inside the model; 0 where steps overlap, as the host then sees only the launch.
         step_seconds: time of all steps, idle ones included, of which
         agree_seconds: was spent in the agreement.
         step_times: steps by the time they took: up to each of `STEP_TIME_BOUNDS_S`, and beyond the last.

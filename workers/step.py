@@ -230,7 +230,7 @@ class StepLoop:
             replayed_steps=plan.graph is not None,
             decode_steps=decodes,
             idle_steps=batch.kind is BatchKind.IDLE,
-            decode_model_seconds=model_seconds if decodes else 0.0,
+            decode_model_seconds=model_seconds if decodes and not self._overlap else 0.0,
             prompt_tokens=batch.num_tokens if batch.kind is BatchKind.PREFILL else 0,
             agree_seconds=agree_seconds,
         )

@@ -37,7 +37,8 @@ def run_watched(loop: StepLoop, peer_wait_s: float) -> None:
         began = loop.stage_began
         if thread.is_alive() and began is not None and time.monotonic() - began > peer_wait_s + _GRACE_S:
             raise RankError(
-                f"a step timed out: a call on this rank has not returned for {peer_wait_s:g} s (worker.step_timeout_s)"
+                f"a step timed out: a call on this rank has not returned for {peer_wait_s:g} s (worker.step_timeout_s, "
+                "less the driver's time to report it)"
             )
     if raised:
         raise raised[0]

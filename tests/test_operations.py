@@ -50,7 +50,8 @@ def run(command: str, head: Head, folder: Path, tiny_moe: str, **more: str) -> s
         command,
         shell=True,
         cwd=folder,
-        env={**os.environ, "PATH": path, "RAY_ADDRESS": head.job_server},
+        # Commands about jobs ask the job server, others the cluster itself.
+        env={**os.environ, "PATH": path, "RAY_ADDRESS": head.job_server if "ray job" in command else head.address},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -3,6 +3,7 @@
 Not part of the suite: `make test-autoscaler`.
 """
 
+import re
 import time
 from collections.abc import Iterator
 
@@ -70,7 +71,9 @@ def test_h19_nodes_come_for_a_pool_and_go_when_it_is_gone(session, random_models
         for completion in pool.generate([[5, 17, index] for index in range(8)], SamplingParams(max_new_tokens=6)):
             assert completion.token_ids == references["qwen3_moe"].greedy([5, 17, completion.index], 6)
     waited = [line for line in lines if "bundles placed" in line]
-    assert waited[0] == "0 of 4 bundles placed; waiting for 4 x {CPU: 1}; the cluster has 0 of 0 CPU free"
+    # How many nodes are there when the pool first says what it waits for, if it has to, is a matter of seconds.
+    facts = r"0 of 4 bundles placed; waiting for 4 x \{CPU: 1\}; the cluster has \d of \d CPU free"
+    assert all(re.fullmatch(facts, line) for line in waited), waited
     await_workers(0, within_s=120)
 
 

@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,13 @@ from expert_pool.cluster import (
 )
 from expert_pool.cluster.driver_handle import NAMESPACE
 from ray.util.placement_group import placement_group_table
+from waiting import holds_in_time
 
 pytestmark = pytest.mark.timeout(240)
 PROMPT = [5, 17, 42]
 LONG = SamplingParams(max_new_tokens=450, ignore_eos=True)
 RETURNS = "the pool's driver actor ended, and what was in flight was lost with it"
+eventually = partial(holds_in_time, within_s=30.0)
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +51,6 @@ def config_of(model: str, **settings: Any) -> PoolConfig:
         cache=CacheConfig(num_tokens=4096),
         **settings,
     )
-
-
-def eventually(holds: Callable[[], Any], within_s: float = 30.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def groups() -> list[str]:
@@ -124,7 +118,7 @@ def test_a_command_on_a_named_pool_goes_on_once_the_driver_is_back(address, rand
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert eventually(lambda: output.exists() and output.read_text().count("\n") >= 2, 60)
+    assert eventually(lambda: output.exists() and output.read_text().count("\n") >= 2, within_s=60)
     pids = processes_of(pool)
     os.kill(pool.status().driver_pid, signal.SIGKILL)
     _, told = command.communicate(timeout=120)
@@ -172,11 +166,11 @@ time.sleep(600)
     pids = processes_of(pool)
     os.kill(pool.status().driver_pid, signal.SIGKILL)
     if moment == "after":
-        assert eventually(lambda: pool.status().state == "ready", 60), pool.status().notice
+        assert eventually(lambda: pool.status().state == "ready", within_s=60), pool.status().notice
         pids |= processes_of(pool)
     owner.kill()
     owner.wait()
-    assert eventually(lambda: nothing_left(pids), 60)
+    assert eventually(lambda: nothing_left(pids), within_s=60)
 
 
 @pytest.mark.long
@@ -185,7 +179,7 @@ def test_a_driver_that_dies_too_often_is_not_started_again(address, random_model
     pool = ExpertPool.launch(config, name="twice", detached=True)
     pids: set[int] = set()
     for _ in range(2):
-        assert eventually(lambda: pool.status().state == "ready", 60), pool.status().notice
+        assert eventually(lambda: pool.status().state == "ready", within_s=60), pool.status().notice
         pids |= processes_of(pool)
         os.kill(pool.status().driver_pid, signal.SIGKILL)
         time.sleep(2)

@@ -5,10 +5,9 @@ Jobs run on the head, which has no place for a rank (H18): their pools are on an
 
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -16,8 +15,10 @@ import ray
 from ray.job_submission import JobStatus, JobSubmissionClient
 from ray.util.placement_group import placement_group_table
 from ray_head import ray_head, ray_worker
+from waiting import holds_in_time
 
 WAIT_S = 90.0
+eventually = partial(holds_in_time, within_s=WAIT_S)
 
 
 pytestmark = pytest.mark.long
@@ -50,15 +51,6 @@ def submit(client: JobSubmissionClient, working_dir: Path, *options: str) -> str
     """As `ray job submit --working-dir . -- expert-pool generate ...` does."""
     command = [sys.executable, "-m", "expert_pool.cluster", "generate", "--ranks", "2", "--prompts", "prompts.jsonl"]
     return client.submit_job(entrypoint=" ".join([*command, *options]), runtime_env={"working_dir": str(working_dir)})
-
-
-def eventually(holds: Callable[[], Any]) -> bool:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def ended(client: JobSubmissionClient, job: str) -> JobStatus:

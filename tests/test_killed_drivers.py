@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import expert_pool.cluster
 import psutil
 import pytest
 import ray
@@ -177,9 +176,6 @@ def kill_the_driver() -> float:
     return happened
 
 
-@pytest.mark.skipif(
-    not hasattr(expert_pool.cluster, "DriverRestartError"), reason="a named pool does not survive its driver yet"
-)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_named_pool_survives_its_driver_and_answers_what_is_asked_again(
     seed, job, expected, named_pool, address, tmp_path

@@ -5,9 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
 
 import psutil
 import pytest
@@ -17,6 +16,7 @@ from expert_pool.cluster import ConfigError, ExpertPool, PoolConfig, RankError, 
 from expert_pool.cluster.cli import main
 from expert_pool.cluster.driver_handle import NAMESPACE
 from ray.util.placement_group import placement_group_table
+from waiting import holds_in_time
 
 LONG = SamplingParams(max_new_tokens=450, ignore_eos=True)
 LAUNCH_AND_GENERATE = """
@@ -35,6 +35,7 @@ sampling = [SamplingParams(max_new_tokens=1)] + [SamplingParams(max_new_tokens=4
 for completion in pool.generate([[5, 17]] * 41, sampling):
     print(completion.index, flush=True)
 """
+eventually = partial(holds_in_time, within_s=15.0)
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +43,6 @@ def address() -> Iterator[str]:
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
-
-
-def eventually(holds: Callable[[], Any], within_s: float = 15.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def nothing_left() -> bool:

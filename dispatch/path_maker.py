@@ -155,7 +155,7 @@ class PathMaker:
         kept = {name.capacity for name in names if name.is_mega}
         if not kept:
             self.kernels.close()
-        for capacity in set(self.kernels.capacities) - kept:
+        for capacity in sorted(set(self.kernels.capacities) - kept):
             self.kernels.drop_capacity(capacity)
 
     def _backend(self, kind: str) -> ExpertBackend:

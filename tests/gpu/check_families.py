@@ -9,7 +9,9 @@ graph, each step given the sequence's own next token. Transformers runs the same
 float32. All processes start at once, so that kernels compile side by side; models then take turns as they are ready.
 
 The five random families are those of `routed_models`, whose routing has a margin; with `--plain` they are plain random
-models, in which two to six of a hundred positions are routed to other experts by any rounding (column *flips*).
+models, in which two to six of a hundred positions are routed to other experts by any rounding. A tie of the router
+within rounding is none of the kernels' errors: logits are held to the bound where both route alike, and positions that
+go elsewhere are counted against those that Transformers' own rounding sends elsewhere.
 """
 
 import sys
@@ -107,7 +109,7 @@ def references(paths: dict[str, str], device: str, say: Any) -> dict[str, Any]:
 
 def run_all(started: list[Any], held_against: dict[str, Any], deadline: float, say: Any) -> list[tuple[str, ...]]:
     """Rows of the table, model by model as their ranks are ready; what fails is said, and has a row."""
-    from family_reference import COLUMNS, compare
+    from family_reference import COLUMNS, Reference, compare
 
     rows: list[tuple[str, ...]] = []
     pending = list(started)
@@ -124,8 +126,9 @@ def run_all(started: list[Any], held_against: dict[str, Any], deadline: float, s
                 model = ranks.name.partition(",")[0]
                 if model not in held_against:
                     raise RuntimeError("nothing to compare with")
-                count = sum(map(len, by_rank))
-                ours = [by_rank[index % len(by_rank)][index // len(by_rank)] for index in range(count)]
+                count = sum(len(logits) for logits, _ in by_rank)
+                places = [divmod(index, len(by_rank)) for index in range(count)]
+                ours = Reference(*([by_rank[rank][part][row] for row, rank in places] for part in (0, 1)))
                 new = compare(ranks.name, ours, *held_against[model])
                 say(f"{ranks.name}: {ranks.said[0][1]}")
                 for row in new:
@@ -152,7 +155,7 @@ def run_all(started: list[Any], held_against: dict[str, Any], deadline: float, s
 def main(families: tuple[str, ...], dispatch: str, attentions: tuple[str, ...], **options: Any) -> None:
     """Run every family with every attention, and print one table; exits with 1 where a bound is exceeded."""
     from family_ranks import start_ranks
-    from family_reference import COLUMNS, MARGIN_COLUMNS, RELATIVE_BOUND, SAME_BOUND, TIE, margins
+    from family_reference import COLUMNS, ELSEWHERE_BOUND, MARGIN_COLUMNS, RELATIVE_BOUND, SAME_BOUND, TIE, margins
     from harness import say, show
     from models import FAMILIES
     from transformers.utils import logging as transformers_logging
@@ -183,9 +186,10 @@ def main(families: tuple[str, ...], dispatch: str, attentions: tuple[str, ...], 
         rows = run_all(started[::-1], references(paths, device, say), deadline, say)
     show(f"{NUM_SEQUENCES} sequences, bfloat16, dispatch {dispatch}, against Transformers", [COLUMNS, *rows])
     print(
-        f"relative: of all logits together, at most {RELATIVE_BOUND:g}; worst: of one position; same: most likely "
-        f"token, ties within {TIE:g} aside, at least {SAME_BOUND:g}; flips: positions with other experts in "
-        "Transformers' bf16 than in its float32"
+        f"relative: of all logits together; routed alike: of positions that go to the same experts in Transformers' "
+        f"bf16, at most {RELATIVE_BOUND:g}; worst: of one of them; same: most likely token, ties within {TIE:g} aside, "
+        f"at least {SAME_BOUND:g}; elsewhere: positions that go to other experts than in Transformers' bf16, at most "
+        f"{ELSEWHERE_BOUND:g} times as many as go to others there than in its float32 (HF elsewhere), or none"
     )
     sys.exit(any(row[-1] != "ok" for row in rows))
 

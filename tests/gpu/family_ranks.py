@@ -51,7 +51,44 @@ def prefill_groups(batch: list[list[int]], step_tokens: int) -> list[list[int]]:
     return groups
 
 
-def record_what_can_be(engine: Any) -> tuple[Any, list[str]]:
+class Routing:
+    """Experts that every row of a step goes to, taken down where layers count their load.
+
+    Ids are noted as tensors of the device: of a graph they are those that each of its replays fills anew.
+    """
+
+    def __init__(self, exchange: Any):
+        self._noted: list[torch.Tensor] = []
+        self._count = exchange.count_load
+        self._recorded: dict[Any, list[torch.Tensor]] = {}
+        exchange.count_load = self._note
+
+    def begin(self) -> None:
+        self._noted = []
+
+    def keep_for(self, entry: Any) -> None:
+        """What was noted while this entry was recorded."""
+        self._recorded[entry] = self._noted
+        self.begin()
+
+    def of_replay(self, entry: Any) -> torch.Tensor:
+        """Of a replay since `begin`: a graph fills what it noted when it was recorded, a CPU's replay notes anew."""
+        return self._joined(self._noted or self._recorded[entry])
+
+    def of_step(self) -> torch.Tensor:
+        """`[rows, layers x top-k]`, sorted in each layer, since `begin`."""
+        return self._joined(self._noted)
+
+    def _note(self, layer: int, expert_ids_TK: torch.Tensor) -> None:
+        self._noted.append(expert_ids_TK)
+        self._count(layer, expert_ids_TK)
+
+    @staticmethod
+    def _joined(noted: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([ids.sort(dim=-1).values for ids in noted], dim=1).cpu()
+
+
+def record_what_can_be(engine: Any, routing: Routing) -> tuple[Any, list[str]]:
     """The driver's part of capture, for ranks that are alike: drops what cannot be recorded, and says why."""
     from expert_pool.graphs.plan import plan_captures
 
@@ -63,15 +100,22 @@ def record_what_can_be(engine: Any) -> tuple[Any, list[str]]:
     engine.graphs.begin()
     for entry in plan.entries:
         engine.graphs.warm_up(entry)
+        routing.begin()
         engine.graphs.record(entry)
+        routing.keep_for(entry)
     engine.graphs.end()
     engine.graphs.commit(plan)
     return plan, reasons
 
 
 @torch.inference_mode()
-def logits_of(engine: Any, batches: list[list[list[int]]]) -> list[torch.Tensor]:
-    """`[length, V]` float32 logits of each of this rank's sequences; collective over all ranks."""
+def logits_of(
+    engine: Any, batches: list[list[list[int]]], routing: Routing
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Of each of this rank's sequences, `[length, V]` float32 logits and `[length, layers x top-k]` experts.
+
+    Collective over all ranks.
+    """
     from expert_pool.dispatch.geometry import StepGeometry
     from expert_pool.workers.inputs import dummy
     from expert_pool.workers.kv_cache import BlockAllocator
@@ -82,6 +126,7 @@ def logits_of(engine: Any, batches: list[list[list[int]]]) -> list[torch.Tensor]
     for table, tokens in zip(tables, batch, strict=True):
         assert allocator.grow(table, len(tokens)), "too few KV blocks for the sequences"
     logits: list[list[torch.Tensor]] = [[] for _ in batch]
+    experts: list[list[torch.Tensor]] = [[] for _ in batch]
     step_tokens = config.limits.chunked_prefill_size
     groups = [prefill_groups([tokens[:-DECODED] for tokens in one], step_tokens) for one in batches]
     for step in range(max(len(one) for one in groups)):
@@ -94,18 +139,23 @@ def logits_of(engine: Any, batches: list[list[list[int]]]) -> list[torch.Tensor]
         pieces = [(batch[index], 0, len(batch[index]) - DECODED) for index in mine]
         blocks = [tables[index] for index in mine]
         inputs = step_inputs(pieces, blocks, config.block_size) if mine else dummy()
+        routing.begin()
         rows = target.forward(inputs, geometry).float().cpu()
-        for index, part in zip(mine, rows.split([end for _, _, end in pieces]) if mine else (), strict=True):
-            logits[index].append(part)
+        lengths = [end for _, _, end in pieces]
+        for kept, found in ((logits, rows), (experts, routing.of_step())):
+            for index, part in zip(mine, found.split(lengths) if mine else (), strict=True):
+                kept[index].append(part)
     decode = [entry for entry in engine.graphs.committed.entries if entry.kind == "decode"]
     entry = min((entry for entry in decode if entry.bucket >= len(batch)), key=lambda entry: entry.bucket)
     for back in range(DECODED, 0, -1):
         pieces = [(tokens, len(tokens) - back, len(tokens) - back + 1) for tokens in batch]
         values = step_inputs(pieces, tables, config.block_size).values()
+        routing.begin()
         rows = engine.graphs.runners["decode"].replay(entry, values, len(batch)).float().cpu()
-        for index, row in enumerate(rows):
-            logits[index].append(row.unsqueeze(0))
-    return [torch.cat(parts) for parts in logits]
+        for kept, found in ((logits, rows), (experts, routing.of_replay(entry))):
+            for index in range(len(batch)):
+                kept[index].append(found[index : index + 1])
+    return [torch.cat(parts) for parts in logits], [torch.cat(parts) for parts in experts]
 
 
 def build_early(config: Any) -> None:
@@ -142,9 +192,11 @@ def rank_main(config: Any, rank: int, batches: Any, port_file: Path, folder: str
         engine.load()
         own.send(("ready", f"{time.monotonic() - started:.1f} s after its start"))
         go.wait()
-        plan, reasons = record_what_can_be(engine)
-        attention = type(engine._loop._executor._model.attention).__name__
-        torch.save(logits_of(engine, batches), f"{folder}/rank{rank}.pt")
+        target = engine._loop._executor._model
+        routing = Routing(target._exchange)
+        plan, reasons = record_what_can_be(engine, routing)
+        attention = type(target.attention).__name__
+        torch.save(logits_of(engine, batches, routing), f"{folder}/rank{rank}.pt")
         own.send(("done", "; ".join([f"{attention}, {len(plan.entries)} graphs", *reasons])))
     except BaseException as error:
         traceback.print_exc()
@@ -188,8 +240,8 @@ class Ranks:
             if self.said[rank][0] == "failed":
                 raise RuntimeError(self.said[rank][1])
 
-    def take_turn(self, deadline: float) -> list[list[torch.Tensor]]:
-        """Logits of each rank's sequences."""
+    def take_turn(self, deadline: float) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """Logits and experts of each rank's sequences."""
         self.go.set()
         while not self.are_done:
             self.listen()

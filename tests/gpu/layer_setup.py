@@ -268,28 +268,26 @@ def dispatched(layer: Layer, dispatch: str, experts: str, capacity: int) -> Buil
     return Built(path, layer.local, getattr(dispatcher, "close", lambda: None))
 
 
-class PromotingKernels(MegaKernels):
-    """fp8 kernels that add every 128 columns into a second accumulator, which the pool does not ask for.
+class CoarseKernels(MegaKernels):
+    """fp8 kernels whose sums stay in the tensor cores' accumulator over all columns, FlashInfer's default.
 
-    Against these one sees what of an error is the coarse accumulation of the others.
+    Against these one sees what the pool's promotion of sums costs, and what it is good for.
     """
 
-    def _kernel_config(self, intermediate_size: int, top_k: int, scales: tuple[float, float]) -> Any:
-        config = super()._kernel_config(intermediate_size, top_k, scales)
-        config.fp8_accum_mode = "2xacc"
-        return config
+    def _knobs(self, *_: Any) -> None:
+        return None
 
 
-def mega(layer: Layer, quantisation: QuantisationKind, capacity: int, promotes: bool = False) -> Built:
-    """FlashInfer's mega kernel as the pool calls it; or promoting its sums."""
+def mega(layer: Layer, quantisation: QuantisationKind, capacity: int, is_coarse: bool = False) -> Built:
+    """FlashInfer's mega kernel as the pool calls it; or with fp8 sums as FlashInfer takes them by default."""
     world, size, module = layer.world, layer.size, layer.local.module
-    kind = PromotingKernels if promotes else MegaKernels
+    kind = CoarseKernels if is_coarse else MegaKernels
     kernels = kind(world.ep_group, world.layout, world.rank, world.device, quantisation)
     weights, rounded = (module.gate_up_proj.detach(), module.down_proj.detach()), ()
     if quantisation == "fp8":
         scales = kernels.scales[id(module)] = fp8_scales(layer)
         rounded = (PerTensor(*weights, scales), PerTensor(*weights, scales, accumulates_as_kernel=True))
-        rounded = rounded[:1] if promotes else rounded
+        rounded = rounded if is_coarse else rounded[:1]
     elif quantisation == "fp8_blockwise":
         rounded = (Blockwise(*weights),)
     path = MegaPath(world.collectives, kernels, world.rank, capacity)
@@ -320,6 +318,6 @@ PATHS: dict[str, Callable[[Layer, int], Built]] = {
     "flashinfer+cutedsl": lambda layer, capacity: dispatched(layer, "flashinfer", "cutedsl", capacity),
     "mega": lambda layer, capacity: mega(layer, "none", capacity),
     "mega-fp8": lambda layer, capacity: mega(layer, "fp8", capacity),
-    "mega-fp8-2xacc": lambda layer, capacity: mega(layer, "fp8", capacity, promotes=True),
+    "mega-fp8-coarse": lambda layer, capacity: mega(layer, "fp8", capacity, is_coarse=True),
     "mega-fp8-blockwise": lambda layer, capacity: mega(layer, "fp8_blockwise", capacity),
 }

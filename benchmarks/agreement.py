@@ -33,9 +33,9 @@ import torch
 import torch.distributed as dist
 from expert_pool.cluster.config import PoolConfig, resolve
 from expert_pool.dispatch.collectives import Collectives, all_gather_tensors
-from expert_pool.dispatch.experts import TorchExperts
-from expert_pool.dispatch.path import DispatchedPath
-from expert_pool.dispatch.select import make_dispatcher
+from expert_pool.dispatch.experts.torch_experts import TorchExperts
+from expert_pool.dispatch.paths.maker import make_dispatcher
+from expert_pool.dispatch.paths.path import DispatchedPath
 from expert_pool.graphs.lockstep import LockstepRank
 from expert_pool.graphs.plan import plan_captures
 from expert_pool.workers.agreement import Agreement, Proposal, StateReader

@@ -12,11 +12,11 @@ import msgspec
 from ..dispatch.budget import dispatch_capacity
 from ..dispatch.capacity import CAPACITY_VARIABLE, budget_problems
 from ..dispatch.errors import ConfigError
+from ..dispatch.experts.pair_budget import CUTEDSL_SIZE_ALIGNMENT
+from ..dispatch.experts.widths import width_problem
 from ..dispatch.layout import Layout
 from ..dispatch.limits import DispatchKind, ExpertsKind, Limits, QuantisationKind
-from ..dispatch.mega_widths import width_problem
-from ..dispatch.pair_budget import CUTEDSL_SIZE_ALIGNMENT
-from ..dispatch.path_table import table_problems
+from ..dispatch.paths.table import table_problems
 from ..dispatch.tuning import Tuning
 from ..workers.config import MAX_SECONDS, CacheConfig, DeviceName, DTypeName, WeightsName, WorkerConfig
 from ..workers.model_spec import ModelSpec

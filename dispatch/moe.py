@@ -13,10 +13,10 @@ from .collectives import Collectives
 from .contract import INVALID_EXPERT_ID
 from .errors import GeometryError
 from .expert_load import ExpertLoad
+from .experts.local_experts import LocalExperts
 from .geometry import StepGeometry
 from .layout import Layout
-from .path import ExpertPath
-from .torch_experts import LocalExperts
+from .paths.path import ExpertPath
 
 
 class MoeExchange:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .path_table import shape_of
-from .torch_experts import LocalExperts
+from .experts.local_experts import LocalExperts
+from .paths.table import shape_of
 
 
 @dataclass(frozen=True)

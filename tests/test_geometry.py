@@ -16,6 +16,8 @@ from expert_pool.dispatch.budget import (
     exchange_budget,
 )
 from expert_pool.dispatch.counts import CountTensors
+from expert_pool.dispatch.experts.local_experts import LocalExperts
+from expert_pool.dispatch.experts.torch_experts import routed_pairs
 from expert_pool.dispatch.geometry import (
     PaddingMode,
     StepGeometry,
@@ -27,8 +29,7 @@ from expert_pool.dispatch.geometry import (
     set_dp_buffer_lengths,
 )
 from expert_pool.dispatch.layout import Layout
-from expert_pool.dispatch.select import make_dispatcher
-from expert_pool.dispatch.torch_experts import LocalExperts, routed_pairs
+from expert_pool.dispatch.paths.maker import make_dispatcher
 from expert_pool.workers.engine import RankEngine
 from hypothesis import given
 from hypothesis import strategies as st

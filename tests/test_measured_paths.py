@@ -10,9 +10,9 @@ import pytest
 from expert_pool.cluster import CacheConfig, ExpertPool, Limits, PoolConfig
 from expert_pool.dispatch.errors import ConfigError
 from expert_pool.dispatch.moe_layer import MoeLayer
-from expert_pool.dispatch.path import ExpertPath
-from expert_pool.dispatch.path_maker import PathMaker
-from expert_pool.dispatch.path_table import PathName
+from expert_pool.dispatch.paths.maker import PathMaker
+from expert_pool.dispatch.paths.path import ExpertPath
+from expert_pool.dispatch.paths.table import PathName
 from expert_pool.dispatch.probe import HostGroup
 from expert_pool.dispatch.tuning import TableRow, Tuning
 from expert_pool.graphs.backend import StaticReplayBackend

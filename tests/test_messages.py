@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 from expert_pool.cluster import PoolConfig
+from expert_pool.dispatch.experts.quack_tuning import TileTable
 from expert_pool.dispatch.messages import gather_messages, gather_values
-from expert_pool.dispatch.quack_tuning import TileTable
 from expert_pool.workers.engine import RankEngine
 from plain_ranks import RankGang
 

@@ -5,14 +5,14 @@ import pytest
 import torch
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig, WorkerConfig
 from expert_pool.cluster.config import configuration_problems, resolve_unchecked
-from expert_pool.dispatch.nvfp4_experts import (
+from expert_pool.dispatch.experts.nvfp4_experts import (
     Nvfp4Layer,
     architecture_problem,
     routing_for,
     up_gate,
     wrapper_settings,
 )
-from expert_pool.dispatch.path_table import candidate_paths
+from expert_pool.dispatch.paths.table import candidate_paths
 from expert_pool.dispatch.tuning import Tuning
 from expert_pool.workers.inspection import inspect_model
 

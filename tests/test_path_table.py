@@ -7,10 +7,10 @@ import msgspec
 import pytest
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig, WorkerConfig, load_config
 from expert_pool.cluster.config import configuration_problems, resolve, resolve_unchecked
-from expert_pool.dispatch.choice import Measured, PathCost, choose
 from expert_pool.dispatch.errors import ConfigError, GeometryError
 from expert_pool.dispatch.layout import Layout
-from expert_pool.dispatch.path_table import PathName, PathTable, candidate_paths, measured_rows, shape_of
+from expert_pool.dispatch.paths.choice import Measured, PathCost, choose
+from expert_pool.dispatch.paths.table import PathName, PathTable, candidate_paths, measured_rows, shape_of
 from expert_pool.dispatch.tuning import TableRow, Tuning
 from expert_pool.workers.inspection import inspect_model
 

@@ -14,10 +14,10 @@ from expert_pool.cluster.config import cutedsl_problems
 from expert_pool.cluster.plan_report import plan_pool
 from expert_pool.dispatch.capacity import CAPACITY_VARIABLE
 from expert_pool.dispatch.collectives import Collectives
+from expert_pool.dispatch.experts.pair_budget import ExpertShape, pair_budget
+from expert_pool.dispatch.experts.pair_buffers import PairBuffers
 from expert_pool.dispatch.limits import step_widths
-from expert_pool.dispatch.pair_budget import ExpertShape, pair_budget
-from expert_pool.dispatch.pair_buffers import PairBuffers
-from expert_pool.dispatch.select import make_dispatcher
+from expert_pool.dispatch.paths.maker import make_dispatcher
 from expert_pool.graphs.static import StaticBuffers
 from expert_pool.workers.exchange_sizes import budget_for, pair_budget_for, row_formats
 from expert_pool.workers.graph_set import buffer_specs, draft_cache

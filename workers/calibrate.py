@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from ..dispatch.experts.local_experts import LocalExperts
 from ..dispatch.geometry import StepGeometry
-from ..dispatch.mega import FP8_MAX
 from ..dispatch.moe import MoeExchange
 from ..dispatch.moe_layer import MoeLayer
-from ..dispatch.path import ExpertPath
+from ..dispatch.paths.mega import FP8_MAX
+from ..dispatch.paths.path import ExpertPath
 from ..dispatch.probe import HostGroup
-from ..dispatch.torch_experts import LocalExperts
 from .attention import SdpaAttention
 from .inputs import StepInputs
 from .kv_cache import KvCache

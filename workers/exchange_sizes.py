@@ -7,10 +7,10 @@ import torch.distributed as dist
 
 from ..dispatch.budget import ExchangeBudget, RowFormat, exchange_budget, exchange_rows
 from ..dispatch.collectives import Collectives
-from ..dispatch.pair_budget import ExpertShape, PairBudget, pair_budget
-from ..dispatch.path import ExpertPath
-from ..dispatch.path_maker import PathMaker
-from ..dispatch.path_table import PathName
+from ..dispatch.experts.pair_budget import ExpertShape, PairBudget, pair_budget
+from ..dispatch.paths.maker import PathMaker
+from ..dispatch.paths.path import ExpertPath
+from ..dispatch.paths.table import PathName
 from .calibrate import CALIBRATION_TOKENS
 from .model_spec import ModelSpec
 from .rank_config import RankConfig

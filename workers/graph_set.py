@@ -8,7 +8,7 @@ import torch
 from ..dispatch.collectives import Collectives
 from ..dispatch.geometry import pad_to_ranks
 from ..dispatch.moe import MoeExchange
-from ..dispatch.path import ExpertPath
+from ..dispatch.paths.path import ExpertPath
 from ..graphs.backend import CaptureBackend, StaticReplayBackend
 from ..graphs.kinds import KINDS, configured_kinds
 from ..graphs.lockstep import LockstepRank

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from ..dispatch.errors import CheckpointError
-from ..dispatch.expert_checks import unsupported_traits
+from ..dispatch.experts.checks import unsupported_traits
 from .attention import ATTENTION_NAME, layer_index, register_attention
 from .model_spec import AttentionShape, ModelSpec, MoeShape
 

@@ -9,7 +9,7 @@ import torch
 from ..dispatch.geometry import StepGeometry
 from ..dispatch.layout import Layout
 from ..dispatch.moe_layer import MoeLayer
-from ..dispatch.path import ExpertPath
+from ..dispatch.paths.path import ExpertPath
 from ..dispatch.probe import HostGroup
 from ..graphs.backend import CaptureBackend
 

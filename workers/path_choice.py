@@ -13,16 +13,16 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from ..dispatch.choice import Choice, Measured, PathCost, bytes_of, choose
 from ..dispatch.errors import ConfigError
-from ..dispatch.measured import MeasuredPath
 from ..dispatch.moe import MoeExchange
 from ..dispatch.moe_layer import MoeLayer
-from ..dispatch.path import ExpertPath
-from ..dispatch.path_maker import PathMaker, copy_bytes
-from ..dispatch.path_table import PathName, PathTable, candidate_paths, measured_rows, table_problems
+from ..dispatch.paths.choice import Choice, Measured, PathCost, bytes_of, choose
+from ..dispatch.paths.maker import PathMaker, copy_bytes
+from ..dispatch.paths.measured import MeasuredPath
+from ..dispatch.paths.path import ExpertPath
+from ..dispatch.paths.table import PathName, PathTable, candidate_paths, measured_rows, table_problems
+from ..dispatch.paths.table_cache import TableCache, library_versions
 from ..dispatch.probe import Dropped, HostGroup, agree_on_refusals, attempt
-from ..dispatch.table_cache import TableCache, library_versions
 from ..dispatch.tuning import TableRow
 from ..graphs.backend import CaptureBackend
 from .calibrate import calibrate

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from expert_pool.dispatch.budget import RowFormat, exchange_budget, exchange_rows
-from expert_pool.dispatch.choice import Measured, choose
+from expert_pool.dispatch.experts.pair_budget import ExpertShape, pair_budget
 from expert_pool.dispatch.limits import Limits
 from expert_pool.dispatch.moe_layer import MoeLayer
-from expert_pool.dispatch.pair_budget import ExpertShape, pair_budget
-from expert_pool.dispatch.path import ExpertPath
-from expert_pool.dispatch.path_maker import PathMaker, copy_bytes
-from expert_pool.dispatch.path_table import PathName, PathTable, candidate_paths, measured_rows
+from expert_pool.dispatch.paths.choice import Measured, choose
+from expert_pool.dispatch.paths.maker import PathMaker, copy_bytes
+from expert_pool.dispatch.paths.path import ExpertPath
+from expert_pool.dispatch.paths.table import PathName, PathTable, candidate_paths, measured_rows
 from expert_pool.dispatch.probe import HostGroup
 from expert_pool.dispatch.tuning import Tuning
 from expert_pool.workers.graph_set import make_backend

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from expert_pool.dispatch.geometry import StepGeometry
-from expert_pool.dispatch.path_table import PathName
+from expert_pool.dispatch.paths.table import PathName
 from layer_auto import Auto, auto
 from layer_setup import PATHS, Built, Inputs, Layer
 
@@ -121,7 +121,7 @@ def transformers_us(layer: Layer, tokens: int) -> float:
 @torch.inference_mode()
 def stage_us(layer: Layer, built: Built, tokens: int) -> dict[str, float]:
     """Where the time of the CuTe DSL pair goes: each stage in a graph of its own, on what the stages before it left."""
-    from expert_pool.dispatch.routing_kernels import sort_pairs, weighted_sum
+    from expert_pool.dispatch.experts.routing_kernels import sort_pairs, weighted_sum
 
     backend, dispatcher, experts = built.path.experts, built.path.dispatcher, built.experts
     geometry = StepGeometry.captured(layer.world.layout, tokens, capacity=built.path.capacity)

@@ -13,16 +13,16 @@ import torch.distributed as dist
 from expert_pool.dispatch.budget import RowFormat, exchange_budget, exchange_rows
 from expert_pool.dispatch.collectives import Collectives
 from expert_pool.dispatch.contract import INVALID_EXPERT_ID
+from expert_pool.dispatch.experts.local_experts import LocalExperts
+from expert_pool.dispatch.experts.pair_budget import ExpertShape, pair_budget
 from expert_pool.dispatch.geometry import StepGeometry
 from expert_pool.dispatch.layout import Layout
 from expert_pool.dispatch.limits import Limits, QuantisationKind
-from expert_pool.dispatch.mega import MegaPath
-from expert_pool.dispatch.mega_kernels import MegaKernels
 from expert_pool.dispatch.moe_layer import MoeLayer
-from expert_pool.dispatch.pair_budget import ExpertShape, pair_budget
-from expert_pool.dispatch.path import DispatchedPath
-from expert_pool.dispatch.select import make_dispatcher, make_experts
-from expert_pool.dispatch.torch_experts import LocalExperts
+from expert_pool.dispatch.paths.maker import make_dispatcher, make_experts
+from expert_pool.dispatch.paths.mega import MegaPath
+from expert_pool.dispatch.paths.mega_kernels import MegaKernels
+from expert_pool.dispatch.paths.path import DispatchedPath
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .contract import Dispatched
-from .errors import ConfigError, GeometryError
-from .expert_checks import refuse_unsupported
-from .torch_experts import LocalExperts
+from ..contract import Dispatched
+from ..errors import ConfigError, GeometryError
+from .checks import refuse_unsupported
+from .local_experts import LocalExperts
 
 NVFP4_ARCHITECTURES = ((10, 0), (10, 3))
 _SCALE_BLOCK = 16
@@ -95,7 +95,7 @@ def routing_for(
 
 
 class Nvfp4Experts:
-    """Keeps the contract of `dispatch.experts` on SM100 and SM103.
+    """Keeps the contract of `dispatch.experts.backend` on SM100 and SM103.
 
     Args:
         rank: this rank.

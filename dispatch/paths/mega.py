@@ -9,22 +9,22 @@ waits for its peers without bound; the driver's deadline is what ends a stalled 
 import torch
 import torch.distributed as dist
 
-from .collectives import Collectives
-from .contract import INVALID_EXPERT_ID, check_rows
-from .errors import ConfigError
-from .expert_checks import refuse_unsupported
-from .geometry import StepGeometry
-from .limits import QuantisationKind
+from ..collectives import Collectives
+from ..contract import INVALID_EXPERT_ID, check_rows
+from ..errors import ConfigError
+from ..experts.checks import refuse_unsupported
+from ..experts.local_experts import LocalExperts
+from ..experts.widths import width_problem
+from ..geometry import StepGeometry
+from ..limits import QuantisationKind
 from .mega_kernels import MegaKernels
-from .mega_widths import width_problem
-from .torch_experts import LocalExperts
 
 FP8_MAX = 448.0
 _COMPUTES = {"none": "bf16", "fp8": "fp8, one scale a tensor", "fp8_blockwise": "fp8, scales of 128-blocks"}
 
 
 class MegaPath:
-    """Mega kernels of one capacity, for all MoE layers of a rank; keeps `dispatch.path.ExpertPath`.
+    """Mega kernels of one capacity, for all MoE layers of a rank; keeps `dispatch.paths.path.ExpertPath`.
 
     Args:
         collectives: lists what is exchanged; in a rehearsal nothing is.

@@ -5,9 +5,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .errors import ConfigError
-from .path_table import PathTable
-from .tuning import TableRow
+from ..errors import ConfigError
+from ..tuning import TableRow
+from .table import PathTable
 
 # Two measurements of the same thing differ by this much; a path that gains less is not worth its memory.
 _AS_FAST = 1.02

@@ -1,6 +1,6 @@
 """Widths that the SM90 mega kernel and NVFP4 experts take; free of PyTorch, to be refused before any actor starts."""
 
-from .limits import QuantisationKind
+from ..limits import QuantisationKind
 
 # Of hidden and intermediate sizes: the second GEMM's tile, TMA rows, and blocks of scales with their layout.
 _MULTIPLES = {"none": (256, 64), "fp8": (64, 64), "fp8_blockwise": (128, 128), "nvfp4": (128, 128)}

@@ -8,11 +8,11 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .buckets import decode_buckets, piecewise_buckets
-from .errors import ConfigError, GeometryError
-from .layout import Layout
-from .limits import ExpertsKind, Limits, QuantisationKind, step_widths
-from .tuning import TableRow, Tuning
+from ..buckets import decode_buckets, piecewise_buckets
+from ..errors import ConfigError, GeometryError
+from ..layout import Layout
+from ..limits import ExpertsKind, Limits, QuantisationKind, step_widths
+from ..tuning import TableRow, Tuning
 
 _MEGA_CAPACITIES = (8, 64, 256, 1024)
 

@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from .contract import Dispatched
-from .torch_experts import LocalExperts, routed_pairs, static_rows
+from ..contract import Dispatched
+from .local_experts import LocalExperts
 
 
 class ExpertBackend(Protocol):
@@ -67,29 +67,3 @@ class ExpertBackend(Protocol):
         The result may live in `dispatched.combine_input_RH`.
         """
         ...
-
-
-class TorchExperts:
-    """The model's own experts module, with PyTorch's grouped GEMM; needs no preparation.
-
-    Repeats to the bit.
-
-    Args:
-        device: where rows are; on a GPU, shapes must not depend on the routing.
-    """
-
-    name = "torch grouped_mm"
-    num_bytes = 0
-    tuning = ""
-
-    def __init__(self, device: torch.device):
-        self._compute = static_rows if device.type == "cuda" else routed_pairs
-
-    def adopt(self, experts: torch.nn.Module, name: str, num_experts: int, top_k: int) -> None:
-        """Nothing: the module computes its own layer."""
-
-    def prepare(self, group: dist.ProcessGroup | None) -> None:
-        """Nothing is compiled or tuned."""
-
-    def run(self, experts: LocalExperts, dispatched: Dispatched) -> torch.Tensor:
-        return self._compute(experts, dispatched.x_RH, dispatched.local_ids_RK, dispatched.expert_weights_RK)

@@ -10,23 +10,26 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from .budget import ExchangeBudget, RowFormat, exchange_rows
+from ..allgather import AllGatherDispatcher
+from ..alltoall import AllToAllDispatcher
+from ..budget import ExchangeBudget, RowFormat, exchange_rows
+from ..collectives import Collectives
+from ..contract import Dispatcher
+from ..errors import ConfigError
+from ..experts.backend import ExpertBackend
+from ..experts.checks import refuse_unsupported
+from ..experts.nvfp4_experts import Nvfp4Experts, architecture_problem
+from ..experts.pair_budget import PairBudget
+from ..experts.torch_experts import TorchExperts
+from ..layout import Layout
+from ..limits import QuantisationKind
+from ..local import LocalDispatcher
+from ..moe_layer import MoeLayer
 from .choice import PathCost
-from .collectives import Collectives
-from .contract import Dispatcher
-from .errors import ConfigError
-from .expert_checks import refuse_unsupported
-from .experts import ExpertBackend
-from .layout import Layout
-from .limits import QuantisationKind
 from .mega import MegaPath, refuse_experts
 from .mega_kernels import MegaKernels
-from .moe_layer import MoeLayer
-from .nvfp4_experts import Nvfp4Experts, architecture_problem
-from .pair_budget import PairBudget
 from .path import DispatchedPath, ExpertPath
-from .path_table import PathName
-from .select import make_dispatcher, make_experts
+from .table import PathName
 
 # The first architecture of which whole racks are one NVLink domain.
 _NVLINK_BETWEEN_HOSTS = 10
@@ -167,7 +170,7 @@ class PathMaker:
     def _dispatcher(self, kind: str) -> Dispatcher:
         if kind != "flashinfer":
             return make_dispatcher(kind, self.collectives, self.rank, self.budget, self.device)
-        from .flashinfer_a2a import FlashInferDispatcher
+        from ..flashinfer_a2a import FlashInferDispatcher
 
         return FlashInferDispatcher(
             self.collectives,
@@ -194,6 +197,48 @@ class PathMaker:
         except ConfigError as error:
             return str(error)
         return None
+
+
+def make_dispatcher(
+    kind: str, collectives: Collectives, rank: int, budget: ExchangeBudget, device: torch.device
+) -> Dispatcher:
+    """The dispatcher of this kind, with its buffers allocated; every rank makes the same kind with the same budget.
+
+    Args:
+        kind: `local` for a pool of one rank, `allgather` or `alltoall`.
+        collectives: through which everything is sent.
+        rank: this rank.
+        budget: sizes of the buffers.
+        device: where the rows live.
+    """
+    # Steps run in inference mode and write these buffers; a tensor made inside it could not be written outside.
+    with torch.inference_mode(False):
+        if kind == "local":
+            return LocalDispatcher(budget.capacity)
+        if kind == "allgather":
+            return AllGatherDispatcher(collectives, rank, budget, device)
+        assert kind == "alltoall", kind
+        return AllToAllDispatcher(collectives, rank, budget, device)
+
+
+def make_experts(kind: str, budget: PairBudget | None, device: torch.device) -> ExpertBackend:
+    """The expert backend of this kind; every rank makes the same kind with the same budget.
+
+    Args:
+        kind: `torch`, or `cutedsl` for QuACK's grouped GEMM pair on Hopper GPUs.
+        budget: of the buffers of `cutedsl`.
+        device: where the rows live.
+
+    Raises:
+        ConfigError: a GPU or a QuACK that `cutedsl` does not run on.
+    """
+    if kind == "torch":
+        return TorchExperts(device)
+    assert kind == "cutedsl", kind
+    assert budget is not None, "CuTe DSL experts have buffers"
+    from ..experts.quack_experts import QuackExperts
+
+    return QuackExperts(budget, device)
 
 
 def copy_bytes(layers: Sequence[MoeLayer], quantisation: QuantisationKind) -> int:

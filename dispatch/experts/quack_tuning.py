@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .errors import ConfigError
-from .messages import gather_values
+from ..errors import ConfigError
+from ..messages import gather_values
 from .quack_gemm import GemmTile
 
 logger = logging.getLogger(__name__)

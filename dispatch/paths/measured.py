@@ -5,14 +5,14 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from .geometry import StepGeometry
+from ..experts.local_experts import LocalExperts
+from ..geometry import StepGeometry
 from .path import ExpertPath
-from .path_table import PathTable
-from .torch_experts import LocalExperts
+from .table import PathTable
 
 
 class MeasuredPath:
-    """Keeps `dispatch.path.ExpertPath` with a path for every number of rows.
+    """Keeps `dispatch.paths.path.ExpertPath` with a path for every number of rows.
 
     A step is looked up by `runtime_max_tokens_per_rank`: all ranks have the same from the step plan, so all take the
     same path, and a recorded step keeps the one it was recorded with. The table is part of what ranks compare before

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .layout import Layout
-from .limits import QuantisationKind
+from ..layout import Layout
+from ..limits import QuantisationKind
 
 # Launch settings that ranks have to have alike; FlashInfer takes them from a cache file of each host, if there is one.
 _SHARED_SETTINGS = (

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from .errors import ConfigError
-from .probe import HostGroup
-from .tuning import TableRow
+from ..errors import ConfigError
+from ..probe import HostGroup
+from ..tuning import TableRow
 
 _LIBRARIES = ("torch", "flashinfer-python", "quack-kernels", "nvidia-cutlass-dsl")
 

@@ -14,15 +14,15 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from .contract import Dispatched
-from .errors import ConfigError, GeometryError
-from .expert_checks import refuse_unsupported
+from ..contract import Dispatched
+from ..errors import ConfigError, GeometryError
+from .checks import refuse_unsupported
+from .local_experts import LocalExperts
 from .pair_budget import CUTEDSL_SIZE_ALIGNMENT, ExpertShape, PairBudget
 from .pair_buffers import PairBuffers, PairViews
 from .quack_gemm import GemmTile, QuackGemms
 from .quack_tuning import TileTable, agree_on, down_tiles, fastest, gate_up_tiles, tuned_rows
 from .routing_kernels import sort_pairs, weighted_sum
-from .torch_experts import LocalExperts
 
 _ARCHITECTURE = (9, 0)
 
@@ -38,7 +38,7 @@ class _Layer:
 
 
 class QuackExperts:
-    """Keeps the contract of `dispatch.experts` on SM90 in bf16.
+    """Keeps the contract of `dispatch.experts.backend` on SM90 in bf16.
 
     Args:
         budget: sizes of the buffers, equal on every rank.

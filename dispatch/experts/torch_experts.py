@@ -1,24 +1,36 @@
-"""This rank's experts in PyTorch: the model family's own experts module, on the rows that reached this rank."""
-
-from collections.abc import Callable
-from dataclasses import dataclass
+"""Experts in PyTorch: the model family's own experts module, on the rows that reached this rank."""
 
 import torch
+import torch.distributed as dist
+
+from ..contract import Dispatched
+from .local_experts import LocalExperts
 
 
-@dataclass(frozen=True)
-class LocalExperts:
-    """The experts of one layer that this rank owns.
+class TorchExperts:
+    """The model's own experts module, with PyTorch's grouped GEMM; needs no preparation.
 
-    Attributes:
-        module: the model's own experts module, sharded.
-        forward: its forward, `(x, local ids, weights) -> weighted sum`; skips ids from `num_local` on.
-        num_local: how many experts these are.
+    Repeats to the bit.
+
+    Args:
+        device: where rows are; on a GPU, shapes must not depend on the routing.
     """
 
-    module: torch.nn.Module
-    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-    num_local: int
+    name = "torch grouped_mm"
+    num_bytes = 0
+    tuning = ""
+
+    def __init__(self, device: torch.device):
+        self._compute = static_rows if device.type == "cuda" else routed_pairs
+
+    def adopt(self, experts: torch.nn.Module, name: str, num_experts: int, top_k: int) -> None:
+        """Nothing: the module computes its own layer."""
+
+    def prepare(self, group: dist.ProcessGroup | None) -> None:
+        """Nothing is compiled or tuned."""
+
+    def run(self, experts: LocalExperts, dispatched: Dispatched) -> torch.Tensor:
+        return self._compute(experts, dispatched.x_RH, dispatched.local_ids_RK, dispatched.expert_weights_RK)
 
 
 def routed_pairs(

@@ -2,7 +2,7 @@
 
 import torch
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 
 def unsupported_traits(experts: torch.nn.Module) -> tuple[str, ...]:

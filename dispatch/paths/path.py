@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from .contract import Dispatcher
-from .experts import ExpertBackend
-from .geometry import StepGeometry
-from .torch_experts import LocalExperts
+from ..contract import Dispatcher
+from ..experts.backend import ExpertBackend
+from ..experts.local_experts import LocalExperts
+from ..geometry import StepGeometry
 
 
 class ExpertPath(Protocol):
@@ -46,7 +46,7 @@ class ExpertPath(Protocol):
     def num_bytes(self) -> int: ...
 
     def adopt(self, experts: torch.nn.Module, name: str, num_experts: int, top_k: int) -> None:
-        """Take over one layer's experts, once, before any step; see `dispatch.experts.ExpertBackend.adopt`."""
+        """Take over one layer's experts, once, before any step; see `dispatch.experts.backend.ExpertBackend.adopt`."""
         ...
 
     def prepare(self, group: dist.ProcessGroup | None) -> None:

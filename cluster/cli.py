@@ -49,7 +49,7 @@ def main() -> None:
 @click.option("--temperature", type=float, help="For prompts that do not say. Default 0, greedy.")
 @click.option("--top-p", type=float, help="For prompts that do not say. Default 1.")
 @click.option("--top-k", type=int, help="For prompts that do not say. Default 0, all tokens.")
-@click.option("--seed", type=int, help="For prompts that do not say.")
+@click.option("--seed", type=int, help="For prompts that do not say: each gets its own, from this one and its id.")
 @click.option("--ignore-eos", is_flag=True, default=None, help="Go on after an end-of-sequence token.")
 @cluster_options
 @click.option("--show-graphs", is_flag=True, help="List every graph with its bytes and replays at the end.")
@@ -183,6 +183,7 @@ class _Run:
                     self._complete_all(pool, left, token_ids, writer, progress)
                 finally:
                     writer.flush()  # before the pool is stopped: whoever stops a job may not wait for both
+                    progress.close()  # or the bar would be drawn anew below every line that follows
                     self.say(progress.summary())
                 if self.trace is not None:
                     self._write_trace(pool, self.trace)
@@ -229,14 +230,25 @@ class _Run:
             writer.write(_output_line(entry, completion))
 
     def _tokenized(self, spec: ModelSpec) -> list[tuple[int, ...]]:
+        for entry in self.entries:
+            is_text = isinstance(entry.prompt, str)
+            if not spec.has_tokenizer and (is_text or entry.sampling.stop):
+                what = "the prompt is text" if is_text else f"stop={entry.sampling.stop!r} is text"
+                raise self._bad(entry, f"{what}, and the model folder carries no tokenizer: give token ids alone")
         token_ids = tokenize([entry.prompt for entry in self.entries], load_tokenizer(spec))
         for entry, ids in zip(self.entries, token_ids, strict=True):
+            if foreign := [token for token in ids if not 0 <= token < spec.vocab_size]:
+                raise self._bad(entry, f"token id {foreign[0]} is outside the model's vocabulary of {spec.vocab_size}")
             if len(ids) >= spec.context_length:
-                raise ConfigError(
-                    f"--prompts {self.prompts_path}, line {entry.line_number}: {len(ids)} tokens; the model's context "
-                    f"of {spec.context_length} holds a prompt of at most {spec.context_length - 1}"
+                raise self._bad(
+                    entry,
+                    f"{len(ids)} tokens; the model's context of {spec.context_length} holds a prompt of at most "
+                    f"{spec.context_length - 1}",
                 )
         return token_ids
+
+    def _bad(self, entry: PromptEntry, problem: str) -> ConfigError:
+        return ConfigError(f"--prompts {self.prompts_path}, line {entry.line_number}: {problem}")
 
     def _write_trace(self, pool: ExpertPool, trace: TraceFile) -> None:
         try:

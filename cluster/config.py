@@ -1,11 +1,9 @@
 """The one thing a user writes: `PoolConfig`, from Python, from YAML or JSON, or from the command line's options."""
 
-import difflib
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import msgspec
 
@@ -21,6 +19,7 @@ from ..dispatch.tuning import Tuning
 from ..workers.config import MAX_SECONDS, CacheConfig, DeviceName, DTypeName, WeightsName, WorkerConfig
 from ..workers.model_spec import ModelSpec
 from ..workers.rank_config import RankConfig
+from .decoding import decode, read_mapping
 from .recovery import RecoveryConfig
 
 _LABEL = re.compile(r"([A-Za-z0-9][A-Za-z0-9.-]*/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -123,7 +122,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {name: amount for name, amount in wanted.items() if amount}
 
 
-def load_config(path: str | None, overrides: dict[str, Any]) -> PoolConfig:
+def load_config(path: str | None, overrides: dict[str, Any] | None = None) -> PoolConfig:
     """Read a YAML or JSON file and lay the command line's options over it.
 
     Args:
@@ -131,25 +130,12 @@ def load_config(path: str | None, overrides: dict[str, Any]) -> PoolConfig:
         overrides: nested like the file; `None` values and empty sections leave the file's.
 
     Raises:
-        ConfigError: unreadable, an unknown key (with the nearest known one), or a value out of bounds.
+        ConfigError: unreadable, a key that is there twice, an unknown one (with the nearest known one), or a value of
+            another type or out of bounds.
     """
-    settings: dict[str, Any] = {}
-    if path is not None:
-        try:
-            settings = msgspec.yaml.decode(Path(path).read_bytes())
-        except OSError as error:
-            raise ConfigError(f"--config {path}: {error.strerror}") from error
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"--config {path}: neither YAML nor JSON: {error}") from error
-        if not isinstance(settings, dict):
-            raise ConfigError(f"--config {path}: holds {type(settings).__name__}, not a mapping of settings")
-    merged = _merge(settings, overrides)
     source = f"--config {path}" if path is not None else "configuration"
-    refuse_unknown_keys(merged, PoolConfig, source)
-    try:
-        return msgspec.convert(merged, PoolConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {error}") from error
+    settings = read_mapping(path, source) if path is not None else {}
+    return decode(_merge(settings, overrides or {}), PoolConfig, source)
 
 
 def checked(config: PoolConfig) -> PoolConfig:
@@ -158,23 +144,7 @@ def checked(config: PoolConfig) -> PoolConfig:
     Raises:
         ConfigError: a value of another type, or out of bounds.
     """
-    try:
-        return msgspec.convert(msgspec.to_builtins(config), PoolConfig)
-    except (msgspec.ValidationError, TypeError) as error:
-        raise ConfigError(f"configuration: {error}") from error
-
-
-def refuse_unknown_keys(settings: dict[str, Any], kind: Any, source: str, prefix: str = "") -> None:
-    """Raise on a key that `kind` does not have, naming the nearest one that it has; looks into sections."""
-    known = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
-    for key, value in settings.items():
-        if key not in known:
-            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-            hint = f"did you mean {prefix}{nearest[0]}?" if nearest else f"known: {', '.join(known)}"
-            raise ConfigError(f"{source}: unknown key {prefix}{key}: {hint}")
-        section = _struct_in(known[key])
-        if section is not None and isinstance(value, dict):
-            refuse_unknown_keys(value, section, source, f"{prefix}{key}.")
+    return decode(msgspec.to_builtins(config, enc_hook=str), PoolConfig, "configuration")
 
 
 def resolve(config: PoolConfig, spec: ModelSpec, environment: Mapping[str, str] = os.environ) -> RankConfig:
@@ -379,10 +349,3 @@ def _merge(settings: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any
             continue
         merged[key] = value
     return merged
-
-
-def _struct_in(annotation: Any) -> Any:
-    """The struct type that an annotation stands for, alone or beside `None`."""
-    candidates = get_args(annotation) if get_origin(annotation) is not None else (annotation,)
-    structs = [kind for kind in candidates if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
-    return structs[0] if structs else None

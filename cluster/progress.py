@@ -82,6 +82,10 @@ class GenerationProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the bar as it stands; more than once does no harm."""
         if self._bar is not None:
             self._bar.stop()
 

@@ -1,5 +1,6 @@
 """Reading a file of prompts: one JSON object a line, refused whole if any line is wrong."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import msgspec
 
 from ..dispatch.errors import ConfigError
 from ..workers.request import SamplingParams
-from .config import refuse_unknown_keys
+from .decoding import decode
 from .tokens import refuse_broken_text
 
 
@@ -75,9 +76,8 @@ def _parse(where: str, number: int, text: str, defaults: SamplingParams) -> Prom
         raise ConfigError(f"{where}: not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ConfigError(f"{where}: a {type(fields).__name__}, not a JSON object")
-    refuse_unknown_keys(fields, PromptLine, where)
+    line = decode(fields, PromptLine, where)
     try:
-        line = msgspec.convert(fields, PromptLine)
         if (line.prompt is None) == (line.prompt_token_ids is None):
             raise ConfigError("give either prompt or prompt_token_ids")
         for text_in_line in (line.id, line.prompt):
@@ -88,19 +88,22 @@ def _parse(where: str, number: int, text: str, defaults: SamplingParams) -> Prom
         prompt = line.prompt if line.prompt is not None else line.prompt_token_ids
         if not prompt:
             raise ConfigError("the prompt is empty")
-        return PromptEntry(
-            id=str(number) if line.id is None else str(line.id),
-            line_number=number,
-            prompt=prompt,
-            sampling=_sampling(line, defaults),
-        )
-    except (msgspec.ValidationError, ConfigError) as error:
+        own_id = str(number) if line.id is None else str(line.id)
+        return PromptEntry(id=own_id, line_number=number, prompt=prompt, sampling=_sampling(line, own_id, defaults))
+    except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _sampling(line: PromptLine, defaults: SamplingParams) -> SamplingParams:
+def _sampling(line: PromptLine, own_id: str, defaults: SamplingParams) -> SamplingParams:
     settings = {name: getattr(line, name) for name in SamplingParams.__struct_fields__}
     if isinstance(settings["stop"], str):
         settings["stop"] = (settings["stop"],)
     given = {name: value for name, value in settings.items() if value is not None}
+    if "seed" not in given and defaults.seed is not None:
+        given["seed"] = seed_of_line(defaults.seed, own_id)
     return msgspec.structs.replace(defaults, **given) if given else defaults
+
+
+def seed_of_line(seed: int, own_id: str) -> int:
+    """A line's seed from the run's: lines with the same prompt get completions of their own, in every run the same."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {own_id}".encode(), digest_size=8).digest())

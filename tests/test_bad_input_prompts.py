@@ -45,8 +45,17 @@ def test_any_text_that_json_allows_is_read_as_it_is(prompts_file, tmp_path):
         ({"prompt": "x", "prompt_token_ids": [1]}, "line 2: give either prompt or prompt_token_ids"),
         ({"prompt": ""}, "line 2: the prompt is empty"),
         ({"prompt_token_ids": []}, "line 2: the prompt is empty"),
-        ({"prompt": 5}, "line 2: Expected `str | null`, got `int` - at `$.prompt`"),
-        ({"prompt_token_ids": [1, "x"]}, "line 2: Expected `int`, got `str` - at `$.prompt_token_ids[1]`"),
+        ({"prompt": 5}, "line 2: prompt=5: set prompt to a text or nothing"),
+        ({"prompt_token_ids": [1, "x"]}, "line 2: prompt_token_ids[1]='x': set prompt_token_ids[1] to an integer"),
+        ({"prompt_token_ids": [1, 999_999]}, "line 2: token id 999999 is outside the model's vocabulary of "),
+        (
+            {"prompt": "x"},
+            "line 2: the prompt is text, and the model folder carries no tokenizer: give token ids alone",
+        ),
+        (
+            {"prompt_token_ids": [1], "stop": "x"},
+            "line 2: stop=('x',) is text, and the model folder carries no tokenizer",
+        ),
         ({"prompt": "x", "max_tokens": 5}, "line 2: unknown key max_tokens: did you mean max_new_tokens?"),
         ({"prompt": "x", "Temperatur": 5}, "line 2: unknown key Temperatur: did you mean temperature?"),
         ({"prompt": "x", "zzz": 5}, "line 2: unknown key zzz: known: id, prompt, prompt_token_ids, max_new_tokens"),
@@ -60,7 +69,7 @@ def test_any_text_that_json_allows_is_read_as_it_is(prompts_file, tmp_path):
         ('{"prompt": "b", "id": "a\\ud800"}', "line 2: the line is no valid text"),
         ({"prompt_token_ids": [10**20]}, "line 2: "),
         ("[" * 100_000, "line 2: not JSON: "),
-        ({"prompt": "x", "id": True}, "line 2: Expected `int | str | null`, got `bool` - at `$.id`"),
+        ({"prompt": "x", "id": True}, "line 2: id=True: set id to an integer or a text or nothing"),
     ],
 )
 def test_a_bad_line_is_refused_by_its_number(line, complaint, refused, prompts_file, random_models, tmp_path):
@@ -110,12 +119,6 @@ def test_a_text_prompt_longer_than_the_context_is_refused(refused, prompts_file,
     assert "the model's context of 1024 holds a prompt of at most 1023" in said
 
 
-def test_a_text_prompt_is_refused_where_the_folder_carries_no_tokenizer(refused, prompts_file, random_models, tmp_path):
-    path = prompts_file({"prompt_token_ids": [5]}, {"prompt": "def add("})
-    said = refused("generate", "--model", random_models["qwen3_moe"], "--prompts", path, "--output", tmp_path / "o")
-    assert "prompt 'def add(' is text, and the model folder carries no tokenizer" in said
-
-
 @pytest.mark.parametrize(
     ("option", "value", "complaint"),
     [
@@ -134,3 +137,15 @@ def test_a_sampling_option_out_of_bounds_is_refused(
         "generate", "--model", random_models["qwen3_moe"], "--prompts", path, "--output", tmp_path / "o", option, value
     )
     assert complaint in said
+
+
+def test_the_seed_of_a_run_gives_every_line_one_of_its_own(prompts_file):
+    path = prompts_file({"prompt": "x"}, {"prompt": "x"}, {"prompt": "x", "seed": 7}, {"id": "1st", "prompt": "x"})
+    seeds = [entry.sampling.seed for entry in read_prompts(path, SamplingParams(seed=7))]
+    assert len(set(seeds)) == 4
+    assert seeds[2] == 7
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    # By id, not by place: the same lines in another order get the same.
+    path = prompts_file({"id": "1st", "prompt": "x"}, {"id": "2", "prompt": "x"})
+    assert [entry.sampling.seed for entry in read_prompts(path, SamplingParams(seed=7))] == [seeds[3], seeds[1]]
+    assert seeds != [entry.sampling.seed for entry in read_prompts(path, SamplingParams(seed=8))]

@@ -106,6 +106,7 @@ def test_no_sequences_give_no_tokens():
         ({"stop": ("",)}, "at least one character"),
         ({"stop": ""}, "at least one character"),
         ({"stop": (1,)}, "stop=(1,): set stop to a text or several"),
+        ({"stop": 5}, "stop=5: set stop to a text or several"),
         ({"max_new_tokens": 2.5}, "max_new_tokens=2.5: set max_new_tokens to an integer"),
         ({"top_k": 2.5}, "top_k=2.5: set top_k to an integer"),
         ({"temperature": "hot"}, "temperature='hot': set temperature to a number"),

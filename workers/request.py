@@ -37,7 +37,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not 1 <= self.max_new_tokens < 2**31:
             refuse("max_new_tokens", self.max_new_tokens, "between 1 and 2**31 - 1")
         if not 0.0 <= self.temperature < float("inf"):
-            refuse("temperature", self.temperature, "0 (greedy) or more")
+            refuse("temperature", self.temperature, "0 (greedy) or more, and finite")
         if not 0.0 < self.top_p <= 1.0:
             refuse("top_p", self.top_p, "above 0 and at most 1")
         if self.top_k < 0:
@@ -64,9 +64,12 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 refuse(name, value, "a number")
         if isinstance(self.stop, str):
             settle(self, "stop", (self.stop,))
+        try:
+            settle(self, "stop", tuple(self.stop))
+        except TypeError:
+            refuse("stop", self.stop, "a text or several")
         if not all(isinstance(text, str) for text in self.stop):
             refuse("stop", self.stop, "a text or several")
-        settle(self, "stop", tuple(self.stop))
 
 
 def _refuse_setting(name: str, value: object, bound: str) -> None:

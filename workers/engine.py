@@ -44,7 +44,7 @@ from .path_choice import PathChoice
 from .random_weights import make_random_model
 from .rank_config import LoadReport, RankConfig
 from .request import ExpertCounts
-from .same_code import require_same_code
+from .same_start import facts_of, require_same_start
 from .scheduler import Scheduler
 from .sequence import Decode
 from .step import StepLoop
@@ -82,14 +82,15 @@ class RankEngine:
         """Form the process groups over the rendezvous that rank 0 opened; collective over all ranks.
 
         Raises:
-            GeometryError: on every rank, when some of them run other code.
+            GeometryError: on every rank, when some of them run other code, or read another model under the same path.
         """
         layout, on_gpu = self.config.layout, self._device.type == "cuda"
         if on_gpu:
             torch.cuda.set_device(self._device)
         if self._store is None:
             self._store = dist.TCPStore(host, port, is_master=False, timeout=self._timeout)
-        require_same_code(self._store, self.rank, layout.world_size)
+        facts = facts_of(self.config.spec, reads_weights=self.config.weights != "random")
+        require_same_start(self._store, self.rank, layout.world_size, facts)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             store=self._store,

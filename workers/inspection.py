@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from ..dispatch.errors import CheckpointError
 from ..dispatch.experts.checks import unsupported_traits
 from .attention import ATTENTION_NAME, layer_index, register_attention
-from .model_spec import AttentionShape, ModelSpec, MoeShape
+from .model_spec import AttentionShape, ModelSpec, MoeShape, digest_of_config
 
 _PACKABLE_ROPE = ("default", "linear", "yarn", "llama3", "proportional")
 _EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -121,6 +121,7 @@ def inspect_model(path: str, dtype: str | None = None) -> ModelSpec:
         dense_bytes=sum(sizes.values()) - expert_bytes,
         expert_bytes=expert_bytes,
         has_tokenizer=(Path(path) / "tokenizer_config.json").is_file() or (Path(path) / "tokenizer.json").is_file(),
+        config_digest=digest_of_config(path),
     )
 
 

@@ -1,5 +1,8 @@
 """What is known of a model without reading its weights; free of PyTorch, since the driver carries it to the ranks."""
 
+import hashlib
+from pathlib import Path
+
 import msgspec
 
 from ..dispatch.errors import ConfigError
@@ -70,6 +73,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         dense_bytes: weights that every rank holds in full.
         expert_bytes: weights that are divided over the ranks.
         has_tokenizer: whether the folder carries one.
+        config_digest: of `config.json`, where the model was looked at; empty where it was not.
     """
 
     path: str
@@ -85,6 +89,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     dense_bytes: int
     expert_bytes: int
     has_tokenizer: bool
+    config_digest: str = ""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -99,3 +104,11 @@ class ModelSpec(msgspec.Struct, frozen=True):
                     f"{layer.name} has {layer.num_experts} experts, which cannot be divided over ranks={ep_size}: "
                     f"set ranks to one of {divisors}"
                 )
+
+
+def digest_of_config(path: str) -> str:
+    """One name for a model folder's `config.json`; the reason where it cannot be read."""
+    try:
+        return hashlib.sha256((Path(path) / "config.json").read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        return f"unreadable ({error.strerror})"

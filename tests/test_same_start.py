@@ -1,21 +1,29 @@
-"""Ranks of two versions would derive two plans from equal inputs: they are refused before there is a process group."""
+"""Ranks of two versions, or with two models under one path, are refused before there is a process group."""
 
 import compileall
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch.distributed as dist
 from conftest import REPOSITORY
 from expert_pool.cluster import PoolConfig
 from expert_pool.cluster.config import resolve
+from expert_pool.dispatch.errors import GeometryError
 from expert_pool.workers.inspection import inspect_model
-from expert_pool.workers.same_code import code_digest
+from expert_pool.workers.model_spec import ModelSpec
+from expert_pool.workers.same_start import code_digest, facts_of, require_same_start
+from safetensors.torch import load_file, save_file
 
 FOLDERS = ("cluster", "dispatch", "graphs", "workers")
 THRESHOLD = "<= 2 * sum("
@@ -35,7 +43,7 @@ else:
 port = int(sys.stdin.readline())
 engine.join("127.0.0.1", port)
 """
-PRINT_DIGEST = "from expert_pool.workers.same_code import code_digest; print(code_digest())"
+PRINT_DIGEST = "from expert_pool.workers.same_start import code_digest; print(code_digest())"
 
 
 def copy_of_the_package(folder: Path) -> Path:
@@ -99,6 +107,77 @@ def test_a_rank_with_other_code_is_found_by_every_rank_before_a_process_group(ra
         assert found[1] == code_digest() != found[3]
         assert re.findall(r"rank (\d)", found[2]) == [str(rank) for rank in range(ranks - 1)]
         assert re.findall(r"rank (\d)", found[4]) == [str(ranks - 1)]
+
+
+def said_to_ranks(specs: list[ModelSpec]) -> list[str]:
+    """What each rank is told as all show each other what they start from, over a real store; empty: nothing differs."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+
+    def start(rank: int) -> str:
+        own = store if rank == 0 else dist.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=20))
+        try:
+            require_same_start(own, rank, len(specs), facts_of(specs[rank], reads_weights=True))
+        except GeometryError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(specs)) as threads:
+        return list(threads.map(start, range(len(specs))))
+
+
+def changed_copy(model: str, folder: Path, change: Callable[[Path], None]) -> ModelSpec:
+    """The model as another node would find it under the same path, which is here another."""
+    shutil.copytree(model, folder)
+    change(folder)
+    return msgspec.structs.replace(inspect_model(model), path=str(folder))
+
+
+def with_another_top_k(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["num_experts_per_tok"] //= 2
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def with_other_values(folder: Path) -> None:
+    file = min(folder.glob("*.safetensors"))
+    tensors = load_file(file)
+    save_file({name: 2 * tensor for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+
+
+def without_weights(folder: Path) -> None:
+    min(folder.glob("*.safetensors")).unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            with_another_top_k,
+            r"config\.json of model='.*' differs \(\w+: rank 0 on [^;]*, where the pool was launched; ",
+        ),
+        (with_other_values, r"what weight files hold of model='.*' differs \(\w+: rank 0 on [^;]*; \w+: rank 1 on "),
+        (without_weights, r"\(\w+: rank 0 on [^;]*; unreadable \(.* weight files missing: .*\): rank 1 on "),
+    ],
+)
+def test_a_rank_with_another_model_under_its_path_is_found_by_every_rank(change, said, random_models, tmp_path):
+    """Equal counts would not show it: rows of another top-k have the same bytes, and are read wrongly."""
+    model = random_models["qwen3_moe"]
+    told = said_to_ranks([inspect_model(model), changed_copy(model, tmp_path / "other", change)])
+    for error in told:
+        assert re.search(r"ranks disagree before a step: .*" + said, error), error
+        assert error.endswith("have one model folder on all nodes")
+
+
+def test_a_copy_of_the_model_on_another_node_is_the_same(random_models, tmp_path):
+    model = random_models["qwen3_moe"]
+    assert said_to_ranks([inspect_model(model), changed_copy(model, tmp_path / "other", lambda _: None)]) == ["", ""]
+
+
+def test_a_model_that_is_another_where_the_pool_was_launched_is_found_by_every_rank(random_models, tmp_path):
+    spec = changed_copy(random_models["qwen3_moe"], tmp_path / "nodes", with_another_top_k)
+    for error in said_to_ranks([spec, spec]):
+        assert "config.json of model=" in error
+        assert re.search(r"\(\w+: rank 0 on [^;]*, rank 1 on [^;]*; \w+: where the pool was launched\)", error), error
 
 
 def digest_of(folder: Path) -> str:

@@ -1,0 +1,161 @@
+"""Whether all ranks start from the same: the code they run, the libraries it calls, and the model folder they read.
+
+Plans are derived from equal inputs, and sizes from the model: ranks of two versions, or with two `config.json` under
+one path, would agree on every count and still read each other's rows wrongly. Asked over the rendezvous, before there
+is a process group: another version may bring another number of fields to an agreement, or another collective while it
+loads, and would leave the others waiting in it.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.resources
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from importlib.resources.abc import Traversable
+
+import msgspec
+import torch.distributed as dist
+
+from ..dispatch.errors import CheckpointError, GeometryError
+from .checkpoint import weight_files
+from .model_spec import ModelSpec, digest_of_config
+
+_PACKAGE = __package__.rpartition(".")[0]
+_RANK_SIDE = ("dispatch", "graphs", "workers")
+_DISTRIBUTION = "expert-pool"
+_LIBRARIES = ("torch", "transformers", "flashinfer-python", "quack-kernels")
+_STAY = timedelta(seconds=5)
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
+
+
+class Fact(msgspec.Struct, frozen=True):
+    """Something that has to be the same wherever a rank runs.
+
+    Attributes:
+        what: it is, for messages.
+        value: here.
+        advice: what to do where it differs.
+        launched_with: its value where the pool was launched; empty where that is not known.
+    """
+
+    what: str
+    value: str
+    advice: str
+    launched_with: str = ""
+
+
+class _Shown(msgspec.Struct, frozen=True):
+    host: str
+    values: tuple[str, ...]
+
+
+def facts_of(spec: ModelSpec, reads_weights: bool) -> tuple[Fact, ...]:
+    """What this rank brings; the same number of facts on every rank.
+
+    Args:
+        spec: of the model, as it was found where the pool was launched; equal on every rank.
+        reads_weights: whether ranks read the folder's weights; equal on every rank.
+    """
+    same_folder = "have one model folder on all nodes"
+    facts = [
+        Fact("their code", code_digest(), f"install the same {_DISTRIBUTION} on all nodes"),
+        Fact("libraries that they import", _library_versions(), "install the same versions on all nodes"),
+        Fact(f"config.json of model={spec.path!r}", digest_of_config(spec.path), same_folder, spec.config_digest),
+    ]
+    if reads_weights:
+        facts.append(Fact(f"what weight files hold of model={spec.path!r}", digest_of_weights(spec.path), same_folder))
+    return tuple(facts)
+
+
+def require_same_start(store: dist.Store, rank: int, world_size: int, facts: Sequence[Fact]) -> None:
+    """Show this rank's facts to the others and compare; every rank calls it, and all pass or all raise.
+
+    Args:
+        store: of the rendezvous; its timeout bounds the wait for the slowest rank.
+        rank: this rank.
+        world_size: how many there are.
+        facts: in the same order on every rank that runs the same code.
+
+    Raises:
+        GeometryError: on every rank alike; names each value of the first fact that differs, with its ranks and nodes.
+    """
+    own = _Shown(socket.gethostname(), tuple(fact.value for fact in facts))
+    store.set(f"start/{rank}", msgspec.msgpack.encode(own))
+    shown = [msgspec.msgpack.decode(store.get(f"start/{other}"), type=_Shown) for other in range(world_size)]
+    for index, fact in enumerate(facts):
+        holders: dict[str, list[str]] = {}
+        for other, one in enumerate(shown):
+            # Ranks of another version may have fewer facts; their code, the first, differs then.
+            value = one.values[index] if index < len(one.values) else "nothing"
+            holders.setdefault(value, []).append(f"rank {other} on {one.host}")
+        if fact.launched_with:
+            holders.setdefault(fact.launched_with, []).append("where the pool was launched")
+        if len(holders) > 1:
+            _stay_until_all_have_read(store, rank, world_size)
+            listed = "; ".join(f"{value}: {', '.join(ranks)}" for value, ranks in holders.items())
+            raise GeometryError(f"ranks disagree before a step: {fact.what} differs ({listed}): {fact.advice}")
+
+
+def code_digest() -> str:
+    """One name for the source files that decide what a rank does; equal names mean equal files.
+
+    Where there are none, because only compiled files were installed, it is the version of the distribution.
+    """
+    digest, num_files = hashlib.sha256(), 0
+    for folder in _RANK_SIDE:
+        for name, source in _sources(importlib.resources.files(f"{_PACKAGE}.{folder}"), folder):
+            digest.update(f"{name} {len(source)}\n".encode() + source)
+            num_files += 1
+    if num_files:
+        return digest.hexdigest()[:16]
+    return f"{_DISTRIBUTION} {importlib.metadata.version(_DISTRIBUTION)}"
+
+
+def digest_of_weights(path: str) -> str:
+    """One name for the weights of a model folder: sizes, headers, and some bytes of each file, not all of them.
+
+    A folder that cannot be read has the reason for a name: whoever shows it to others does not leave them waiting.
+    """
+    digest = hashlib.sha256()
+    try:
+        for file in weight_files(path):
+            with file.open("rb") as opened:
+                size = os.fstat(opened.fileno()).st_size
+                header = 8 + int.from_bytes(opened.read(8), "little")
+                opened.seek(0)
+                digest.update(f"{file.name} {size}\n".encode() + opened.read(min(header, size)))
+                for sample in range(_SAMPLES):
+                    opened.seek(header + sample * max(0, size - header - _SAMPLE_BYTES) // max(1, _SAMPLES - 1))
+                    digest.update(opened.read(_SAMPLE_BYTES))
+    except (CheckpointError, OSError) as error:
+        return f"unreadable ({error})"
+    return digest.hexdigest()[:16]
+
+
+def _library_versions() -> str:
+    found = []
+    for name in _LIBRARIES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return ", ".join(found)
+
+
+def _stay_until_all_have_read(store: dist.Store, rank: int, world_size: int) -> None:
+    """Rank 0 holds the store; were it ended first, the others would see a lost connection and not the reason."""
+    store.set(f"start/read/{rank}", "")
+    if rank == 0:
+        with suppress(dist.DistStoreError):
+            store.wait([f"start/read/{other}" for other in range(world_size)], _STAY)
+
+
+def _sources(folder: Traversable, path: str) -> Iterator[tuple[str, bytes]]:
+    """Python files under a folder with their paths, in an order that is the same everywhere."""
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        name = f"{path}/{entry.name}"
+        if entry.is_dir():
+            yield from _sources(entry, name)
+        elif entry.name.endswith(".py") and entry.is_file():
+            yield name, entry.read_bytes()

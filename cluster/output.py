@@ -1,6 +1,8 @@
 """The output: one JSON line a request, written as it finishes; a job started again continues it."""
 
+import contextlib
 import fcntl
+import os
 import re
 from pathlib import Path
 from types import TracebackType
@@ -41,7 +43,9 @@ class CompletionWriter:
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             if Path(path).exists() and not Path(path).is_file():
-                raise ConfigError(f"--output {path}: is not a regular file, which it has to be to be continued")
+                what = "a folder" if Path(path).is_dir() else "no regular file"
+                raise ConfigError(f"--output {path}: is {what}; give a file, which a run started again can continue")
+            self._is_new = not Path(path).exists()
             # Unbuffered: a line that the disk refused must not be tried again when the file is closed.
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by __exit__)
         except OSError as error:
@@ -57,7 +61,7 @@ class CompletionWriter:
         """Append one line; it is with the operating system when this returns.
 
         Raises:
-            ExpertPoolError: the line did not fit, or the file is gone; what was written before stays.
+            ExpertPoolError: the line did not fit; what was written before stays. Or the file was removed or replaced.
         """
         unwritten = memoryview(msgspec.json.encode(line) + b"\n")
         try:
@@ -69,11 +73,30 @@ class CompletionWriter:
                 f"{len(self.finished_ids)} finished requests; make room and run again to complete it"
             ) from error
         self.finished_ids.add(line.id)
+        self.flush()
 
     def flush(self) -> None:
-        """Nothing to do: every line was handed to the operating system when it was written."""
+        """Make sure that what was written can be found; every line was handed to the operating system already.
+
+        Raises:
+            ExpertPoolError: the file was removed or replaced meanwhile.
+        """
+        try:
+            is_there = os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+        except OSError:
+            is_there = False
+        if not is_there:
+            raise ExpertPoolError(
+                f"--output {self._path}: was removed or replaced while this run wrote it, and with it "
+                f"{len(self.finished_ids)} finished requests; run again to complete them"
+            )
 
     def close(self) -> None:
+        """An empty file that was not there before does not stay."""
+        if self._is_new and not self.finished_ids:
+            with contextlib.suppress(OSError):
+                if os.fstat(self._file.fileno()).st_size == 0:
+                    os.unlink(self._path)
         self._file.close()
 
     def __enter__(self) -> "CompletionWriter":

@@ -57,6 +57,31 @@ def test_a_file_of_something_else_is_refused_and_left_as_it_is(content, tmp_path
     assert path.read_text() == content + "no line end"
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_that_is_taken_away_ends_the_run_that_writes_it(replaced, tmp_path):
+    """Its lines would go where nobody finds them, and the run would end as if they were there."""
+    path = tmp_path / "out.jsonl"
+    with CompletionWriter(str(path)) as writer:
+        writer.write(line("a"))
+        writer.flush()
+        path.rename(tmp_path / "moved.jsonl")
+        if replaced:
+            path.write_text("")
+        with pytest.raises(ExpertPoolError, match="was removed or replaced while this run wrote it, and with it 1 fin"):
+            writer.flush()
+        with pytest.raises(ExpertPoolError, match="was removed or replaced"):
+            writer.write(line("b"))
+
+
+def test_a_run_that_wrote_nothing_leaves_no_empty_file_but_keeps_one_that_was_there(tmp_path):
+    path = tmp_path / "out.jsonl"
+    CompletionWriter(str(path)).close()
+    assert not path.exists()
+    path.write_text("")
+    CompletionWriter(str(path)).close()
+    assert path.exists()
+
+
 def test_two_writers_do_not_share_a_file(tmp_path):
     path = str(tmp_path / "out.jsonl")
     with CompletionWriter(path), pytest.raises(ConfigError, match="another run is writing it"):
@@ -70,7 +95,7 @@ def test_a_folder_is_refused(refused, prompts_file, random_models, tmp_path):
         *("--model", random_models["qwen3_moe"], "--prompts", prompts_file({"prompt_token_ids": [5]})),
         *("--output", tmp_path),
     )
-    assert f"--output {tmp_path}: is not a regular file" in said
+    assert f"--output {tmp_path}: is a folder; give a file" in said
 
 
 def test_a_path_below_a_file_is_refused(tmp_path):
@@ -80,7 +105,7 @@ def test_a_path_below_a_file_is_refused(tmp_path):
 
 
 def test_a_device_is_refused():
-    with pytest.raises(ConfigError, match="/dev/full: is not a regular file"):
+    with pytest.raises(ConfigError, match="/dev/full: is no regular file"):
         CompletionWriter("/dev/full")
 
 

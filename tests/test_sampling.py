@@ -107,6 +107,11 @@ def test_no_sequences_give_no_tokens():
         ({"stop": ""}, "at least one character"),
         ({"stop": (1,)}, "stop=(1,): set stop to a text or several"),
         ({"stop": 5}, "stop=5: set stop to a text or several"),
+        ({"stop": None}, "stop=None: set stop to a text or several"),
+        ({"stop": "\ud800"}, "set stop to texts that have a UTF-8 form"),
+        ({"top_k": 2**31}, "top_k=2147483648: set top_k to 0 (all tokens) or more, below 2**31"),
+        ({"temperature": 10**400}, "set temperature to a number"),
+        ({"ignore_eos": "no"}, "ignore_eos='no': set ignore_eos to true or false"),
         ({"max_new_tokens": 2.5}, "max_new_tokens=2.5: set max_new_tokens to an integer"),
         ({"top_k": 2.5}, "top_k=2.5: set top_k to an integer"),
         ({"temperature": "hot"}, "temperature='hot': set temperature to a number"),
@@ -175,5 +180,7 @@ def test_another_seed_gives_other_tokens(random_models):
 
 
 def test_one_stop_text_is_one_and_numbers_may_come_from_arrays():
-    sampling = SamplingParams(stop="makes", top_k=numpy.int64(3), temperature=numpy.float32(0.5))
+    sampling = SamplingParams(
+        stop="makes", ignore_eos=numpy.bool_(True), top_k=numpy.int64(3), temperature=numpy.float32(0.5)
+    )
     assert sampling == SamplingParams(stop=("makes",), top_k=3, temperature=0.5)

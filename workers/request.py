@@ -40,8 +40,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             refuse("temperature", self.temperature, "0 (greedy) or more, and finite")
         if not 0.0 < self.top_p <= 1.0:
             refuse("top_p", self.top_p, "above 0 and at most 1")
-        if self.top_k < 0:
-            refuse("top_k", self.top_k, "0 (all tokens) or more")
+        if not 0 <= self.top_k < 2**31:
+            refuse("top_k", self.top_k, "0 (all tokens) or more, below 2**31")
         if self.seed is not None and not 0 <= self.seed < 2**64:
             refuse("seed", self.seed, "between 0 and 2**64 - 1")
         if any(not text for text in self.stop):
@@ -60,8 +60,11 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             value = getattr(self, name)
             try:
                 settle(self, name, float(value))
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 refuse(name, value, "a number")
+        if self.ignore_eos not in (True, False):
+            refuse("ignore_eos", self.ignore_eos, "true or false")
+        settle(self, "ignore_eos", bool(self.ignore_eos))
         if isinstance(self.stop, str):
             settle(self, "stop", (self.stop,))
         try:
@@ -70,10 +73,14 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             refuse("stop", self.stop, "a text or several")
         if not all(isinstance(text, str) for text in self.stop):
             refuse("stop", self.stop, "a text or several")
+        try:
+            "".join(self.stop).encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair: ranks could not tell each other
+            refuse("stop", self.stop, f"texts that have a UTF-8 form ({error.reason})")
 
 
 def _refuse_setting(name: str, value: object, bound: str) -> None:
-    raise ConfigError(f"{name}={value!r}: set {name} to {bound}")
+    raise ConfigError(f"{name}={value!r:.60}: set {name} to {bound}")
 
 
 class Request(msgspec.Struct, frozen=True):

@@ -83,8 +83,8 @@ def require_same_start(store: dist.Store, rank: int, world_size: int, facts: Seq
         GeometryError: on every rank alike; names each value of the first fact that differs, with its ranks and nodes.
     """
     own = _Shown(socket.gethostname(), tuple(fact.value for fact in facts))
-    store.set(f"start/{rank}", msgspec.msgpack.encode(own))
-    shown = [msgspec.msgpack.decode(store.get(f"start/{other}"), type=_Shown) for other in range(world_size)]
+    store.set(f"start/{rank}", msgspec.json.encode(own).decode())
+    shown = [msgspec.json.decode(store.get(f"start/{other}"), type=_Shown) for other in range(world_size)]
     for index, fact in enumerate(facts):
         holders: dict[str, list[str]] = {}
         for other, one in enumerate(shown):

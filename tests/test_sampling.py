@@ -183,4 +183,4 @@ def test_one_stop_text_is_one_and_numbers_may_come_from_arrays():
     sampling = SamplingParams(
         stop="makes", ignore_eos=numpy.bool_(True), top_k=numpy.int64(3), temperature=numpy.float32(0.5)
     )
-    assert sampling == SamplingParams(stop=("makes",), top_k=3, temperature=0.5)
+    assert sampling == SamplingParams(stop=("makes",), ignore_eos=True, top_k=3, temperature=0.5)

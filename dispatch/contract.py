@@ -22,7 +22,7 @@ A dispatcher takes the rows of one MoE layer to the ranks that own their experts
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -51,6 +51,7 @@ class Dispatched:
         first_expert: the id that stands for local expert 0.
         combine_input_RH: `[R, H]` memory that `combine` reads from, where the dispatcher has such; experts that write
             their results there save it a copy. Valid until `combine`.
+        link: what `combine` goes on with, where the dispatcher's library keeps the state of a round itself.
     """
 
     x_RH: torch.Tensor
@@ -61,6 +62,7 @@ class Dispatched:
     returned_to: torch.Tensor | None = None
     first_expert: int = 0
     combine_input_RH: torch.Tensor | None = None
+    link: Any = None
 
     @property
     def local_ids_RK(self) -> torch.Tensor:

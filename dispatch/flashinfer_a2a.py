@@ -7,7 +7,8 @@ to the host, so a step can be recorded in a CUDA graph. Of the workspace a step 
 FlashInfer is imported at construction: a CPU machine imports this module without it.
 """
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,26 @@ from .geometry import StepGeometry
 from .layout import Layout
 
 _WEIGHTS_DTYPE = torch.float32
+
+
+class LinkKey(NamedTuple):
+    """What one of FlashInfer's links is made for: it finds an expert's rank from the number of experts it was given."""
+
+    num_experts: int
+    hidden_size: int
+    top_k: int
+
+
+def links_for(layers: Iterable[tuple[int, RowFormat]]) -> dict[LinkKey, RowFormat]:
+    """The links that these layers need, in the order in which they come.
+
+    Args:
+        layers: `(num_experts, row format)` of each MoE layer, in one dtype.
+    """
+    links: dict[LinkKey, RowFormat] = {}
+    for num_experts, row_format in layers:
+        links.setdefault(LinkKey(num_experts, row_format.hidden_size, row_format.top_k), row_format)
+    return links
 
 
 class FlashInferDispatcher:
@@ -61,21 +82,21 @@ class FlashInferDispatcher:
         bootstrap = BootstrapConfig(
             world_size=layout.world_size, rank=rank, device=device.index or 0, process_group=group
         )
-        self._links: dict[tuple[int, int], Any] = {}
-        for num_experts, row_format in dict.fromkeys(layers):
+        self._links: dict[LinkKey, Any] = {}
+        for key, row_format in links_for(layers).items():
             params = MoEEpCommParams(
-                num_experts=num_experts,
-                top_k=row_format.top_k,
+                num_experts=key.num_experts,
+                top_k=key.top_k,
                 max_tokens_per_rank=capacity,
-                hidden_size=row_format.hidden_size,
+                hidden_size=key.hidden_size,
                 dtype=row_format.dtype,
                 invalid_expert_id=INVALID_EXPERT_ID,
             )
             options = NVLinkOneSidedConfig(timeout_sec=max(1, int(peer_timeout_s)))
-            link = create_communication(bootstrap, params, options)
-            self._links[row_format.hidden_size, row_format.top_k] = link
-        # Of this rank's part of the workspaces; read in every step.
-        self.num_bytes = sum(link.workspace[rank].nbytes for link in self._links.values())
+            self._links[key] = create_communication(bootstrap, params, options)
+        # Of this rank's part of the workspaces, one of which links for rows of one format share; read in every step.
+        workspaces = {link.workspace.data_ptr(): link.workspace for link in self._links.values()}
+        self.num_bytes = sum(workspace[rank].nbytes for workspace in workspaces.values())
 
     def close(self) -> None:
         """Give the workspaces back; collective over all ranks."""
@@ -107,7 +128,8 @@ class FlashInferDispatcher:
                 row_format=row_format,
                 first_expert=first_expert,
             )
-        link = self._link(row_format)
+        num_experts = num_local_experts * geometry.layout.world_size
+        link = self._links[LinkKey(num_experts, row_format.hidden_size, row_format.top_k)]
         received = link.dispatch(
             x_TH.contiguous(),
             expert_ids_TK.to(torch.int32).contiguous(),
@@ -122,12 +144,10 @@ class FlashInferDispatcher:
             row_format=row_format,
             first_expert=first_expert,
             combine_input_RH=link.get_combine_input_buffer(x_TH.dtype),
+            link=link,
         )
 
     def combine(self, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         if not self._collectives.issue("flashinfer_combine", "ep", y_RH):
             return y_RH.new_zeros(dispatched.geometry.num_rows_per_rank[self._rank], y_RH.shape[1])
-        return self._link(dispatched.row_format).combine(y_RH)
-
-    def _link(self, row_format: RowFormat) -> Any:
-        return self._links[row_format.hidden_size, row_format.top_k]
+        return dispatched.link.combine(y_RH)

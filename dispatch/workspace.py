@@ -11,23 +11,26 @@ _INT32_BYTES = 4
 
 
 def flashinfer_workspace_bytes(ep_size: int, capacity: int, formats: Sequence[RowFormat]) -> int:
-    """Bytes of one rank's workspace for unquantised rows; one workspace for all layers, the largest of each.
+    """Bytes of one rank's workspaces for unquantised rows: layers of one row format share one, others have their own.
 
     The rule is that of FlashInfer 0.7.4: `NVLinkOneSidedAlltoAll.__init__`
     (moe_ep/backends/split/comm/nvlink_one_sided/communication.py) sizes the two payload regions, each of
     `ep_size * max_tokens_per_rank` rows, and `calculateWorkspaceLayout` (csrc/nvlink_one_sided_alltoall.cu) lays them
     out behind the control regions. The factor `ep_size` is inside; `capacity` comes without it. Holds for its fence
     transport, the one that Hopper has; the transports of newer GPUs add regions. The driver rounds the allocation up
-    to its granularity.
+    to its granularity. Instances share a workspace only where its whole layout is equal (`_acquire_workspace`), into
+    which hidden size, top-k and the element's size enter; the number of experts does not.
 
     Args:
         ep_size: ranks, equal on every rank.
         capacity: `max_tokens_per_rank`, the rows one rank dispatches at most; equal on every rank.
         formats: of each MoE layer, equal on every rank.
     """
-    hidden_size = max(row_format.hidden_size for row_format in formats)
-    top_k = max(row_format.top_k for row_format in formats)
-    element_bytes = max(row_format.dtype.itemsize for row_format in formats)
+    layouts = {(row_format.hidden_size, row_format.top_k, row_format.dtype.itemsize) for row_format in formats}
+    return sum(_workspace_bytes(ep_size, capacity, *layout) for layout in layouts)
+
+
+def _workspace_bytes(ep_size: int, capacity: int, hidden_size: int, top_k: int, element_bytes: int) -> int:
     rows = ep_size * capacity
     # A token travels as its hidden state, its expert ids (int32) and its routing weights (float32).
     dispatched_bytes = rows * (hidden_size * element_bytes + 2 * top_k * 4) + _MAX_PAYLOADS * _PAYLOAD_ALIGNMENT

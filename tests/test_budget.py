@@ -25,6 +25,7 @@ from expert_pool.dispatch.budget import (
 from expert_pool.dispatch.capacity import CAPACITY_VARIABLE, budget_problems, check_budgets
 from expert_pool.dispatch.errors import ConfigError
 from expert_pool.dispatch.exchange import ExchangeBuffers, hidden_of, packed_rows
+from expert_pool.dispatch.flashinfer_a2a import links_for
 from expert_pool.dispatch.layout import Layout
 from expert_pool.dispatch.limits import Limits, step_widths, tokens_per_request
 from expert_pool.dispatch.workspace import flashinfer_workspace_bytes
@@ -551,12 +552,16 @@ def test_h15_one_set_of_buffers_fits_the_rows_of_each_layer(order):
     assert buffers.num_bytes <= sum(budget.total_bytes for budget in alone), "shared, not one set a layer"
 
 
-def test_h15_the_flashinfer_workspace_fits_each_layer():
-    together = flashinfer_workspace_bytes(4, 64, FORMATS_OF_LAYERS_THAT_DIFFER)
-    for row_format in FORMATS_OF_LAYERS_THAT_DIFFER:
-        assert together >= flashinfer_workspace_bytes(4, 64, [row_format])
-    largest = RowFormat(hidden_size=256, top_k=8, dtype=torch.float32, weights_dtype=torch.float32)
-    assert together == flashinfer_workspace_bytes(4, 64, [largest])
+def test_h15_layers_that_differ_have_flashinfer_workspaces_that_add_up():
+    alone = [flashinfer_workspace_bytes(4, 64, [row_format]) for row_format in FORMATS_OF_LAYERS_THAT_DIFFER]
+    assert flashinfer_workspace_bytes(4, 64, FORMATS_OF_LAYERS_THAT_DIFFER * 3) == sum(alone)
+
+
+def test_h15_layers_that_differ_in_their_experts_alone_have_flashinfer_links_of_their_own():
+    narrow, wide, _ = FORMATS_OF_LAYERS_THAT_DIFFER
+    links = links_for([(16, narrow), (8, narrow), (16, wide), (16, narrow)])
+    assert list(links) == [(16, 64, 8), (8, 64, 8), (16, 256, 1)]
+    assert list(links.values()) == [narrow, narrow, wide]
 
 
 # What the ranks get.

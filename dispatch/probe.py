@@ -56,6 +56,15 @@ class HostGroup:
         """What each rank brings, in rank order; see `gather_values`."""
         return gather_values(value, kind, self.group)
 
+    def gather_met(self, value: Value, kind: Any) -> list[Value]:
+        """The same in the middle of something that all ranks attempt together: not before all of them are there.
+
+        Raises:
+            PeerGaveUp: see `meet`.
+        """
+        self.meet()
+        return self.gather(value, kind)
+
     def from_first(self, value: Value | None, kind: Any) -> Value:
         """What rank 0 brings; the others bring nothing."""
         first = self.gather(value if self.rank == 0 else None, kind | None)[0]
@@ -110,6 +119,7 @@ def attempt(group: HostGroup, path: str, build: Callable[[], Built]) -> Built | 
         group: all ranks.
         path: that is being built.
         build: may be collective, and meet the other ranks on the way; what it raises is taken as this rank's refusal.
+            What it gathers on the host group it gathers with `gather_met`: a rank that has failed answers there alone.
     """
     built: Built | None = None
     reason: str | None = None

@@ -1,5 +1,6 @@
 """Real ranks measure their ways to the experts: all take the same, whatever each of them saw."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,6 +10,9 @@ import msgspec
 import pytest
 from expert_pool.cluster import CacheConfig, ExpertPool, Limits, PoolConfig
 from expert_pool.dispatch.errors import ConfigError
+from expert_pool.dispatch.experts.quack_gemm import GemmTile
+from expert_pool.dispatch.experts.quack_tuning import TileTable, agree_on
+from expert_pool.dispatch.experts.torch_experts import TorchExperts
 from expert_pool.dispatch.moe_layer import MoeLayer
 from expert_pool.dispatch.paths.maker import PathMaker
 from expert_pool.dispatch.paths.path import ExpertPath
@@ -233,6 +237,31 @@ def test_a_rank_that_fails_while_all_measure_keeps_nobody_waiting(faulty_rank, g
     for names, lines in gang.call(failing_while_it_measures, faulty_rank, deadline_s=WITHIN_S):
         assert names == ("alltoall+torch",)
         assert f"allgather+torch dropped on all ranks: rank {faulty_rank}: RuntimeError: out of memory" in lines
+
+
+def failing_while_it_tunes(engine: RankEngine, faulty_rank: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Experts that agree on tiles; one rank fails at its first before it comes to that, and the others wait there."""
+    tile = GemmTile(64, 128, pingpong=True)
+    tunings = itertools.count()
+
+    def tune() -> TileTable:
+        if next(tunings) == 0 and engine.rank == faulty_rank:
+            raise RuntimeError("no tile runs")
+        return TileTable((16,), ((tile, tile),))
+
+    def prepare(experts: TorchExperts, group: HostGroup) -> None:
+        agree_on(group, tune)
+
+    with replaced(TorchExperts, "prepare", prepare):
+        settled = choose_again(engine)
+    return settled.path.table.names, settled.lines
+
+
+@pytest.mark.parametrize("faulty_rank", [0, 1])
+def test_a_rank_that_fails_while_all_tune_keeps_nobody_waiting(faulty_rank, gang):
+    for names, lines in gang.call(failing_while_it_tunes, faulty_rank, deadline_s=WITHIN_S):
+        assert names == ("alltoall+torch",)
+        assert f"allgather+torch dropped on all ranks: rank {faulty_rank}: RuntimeError: no tile runs" in lines
 
 
 def pinned_but_refused(engine: RankEngine) -> str:

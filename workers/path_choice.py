@@ -19,7 +19,7 @@ from ..dispatch.moe_layer import MoeLayer
 from ..dispatch.paths.choice import Choice, Measured, PathCost, bytes_of, choose
 from ..dispatch.paths.maker import PathMaker, copy_bytes
 from ..dispatch.paths.measured import MeasuredPath
-from ..dispatch.paths.path import ExpertPath
+from ..dispatch.paths.path import ExpertPath, MemberPath
 from ..dispatch.paths.table import PathName, PathTable, candidate_paths, measured_rows, table_problems
 from ..dispatch.paths.table_cache import TableCache, library_versions
 from ..dispatch.probe import Dropped, HostGroup, agree_on_refusals, attempt
@@ -100,13 +100,13 @@ class PathChoice:
 
     def _all_of(
         self, names: Sequence[PathName], layers: Sequence[MoeLayer], setting: str
-    ) -> dict[PathName, ExpertPath]:
+    ) -> dict[PathName, MemberPath]:
         """These paths, none of which may be missing.
 
         Raises:
             ConfigError: on every rank alike, where some rank cannot take one.
         """
-        paths: dict[PathName, ExpertPath] = {}
+        paths: dict[PathName, MemberPath] = {}
         if not any(str(name) in self._dropped for name in names):
             paths = self._build(names, list({layer.shape: layer for layer in layers}.values()))
         lost = [self._dropped[str(name)] for name in names if str(name) in self._dropped]
@@ -164,9 +164,9 @@ class PathChoice:
         self._adopt(kept, layers)
         return self._settled(kept, choice, layers, f"measured, best of {len(names)} paths")
 
-    def _build(self, names: Sequence[PathName], samples: Sequence[MoeLayer]) -> dict[PathName, ExpertPath]:
+    def _build(self, names: Sequence[PathName], samples: Sequence[MoeLayer]) -> dict[PathName, MemberPath]:
         """The paths over one layer of each shape; those that fail on some rank are dropped."""
-        paths: dict[PathName, ExpertPath] = {}
+        paths: dict[PathName, MemberPath] = {}
         for name in names:
             local = attempt(self._group, str(name), partial(self._maker.make_local, name))
             built = local if isinstance(local, Dropped) else self._attempt_whole(name, samples)
@@ -176,19 +176,19 @@ class PathChoice:
                 paths[name] = built
         return paths
 
-    def _attempt_whole(self, name: PathName, samples: Sequence[MoeLayer]) -> ExpertPath | Dropped:
+    def _attempt_whole(self, name: PathName, samples: Sequence[MoeLayer]) -> MemberPath | Dropped:
         return attempt(self._group, str(name), partial(self._built, name, samples))
 
-    def _built(self, name: PathName, samples: Sequence[MoeLayer]) -> ExpertPath:
+    def _built(self, name: PathName, samples: Sequence[MoeLayer]) -> MemberPath:
         path = self._maker.make(name)
         for layer in samples:
             path.adopt(layer.experts.module, layer.name, layer.num_experts, layer.top_k)
-        path.prepare(self._group.group)
+        path.prepare(self._group)
         return path
 
     def _measure(
         self,
-        paths: dict[PathName, ExpertPath],
+        paths: dict[PathName, MemberPath],
         samples: Mapping[str, MoeLayer],
         buckets: Sequence[int],
         layers: Sequence[MoeLayer],
@@ -226,7 +226,7 @@ class PathChoice:
             for name, cost in own.items()
         }
 
-    def _adopt(self, paths: Mapping[PathName, ExpertPath], layers: Sequence[MoeLayer]) -> None:
+    def _adopt(self, paths: Mapping[PathName, MemberPath], layers: Sequence[MoeLayer]) -> None:
         """Have all layers computed; where no path reads the model's own weights, they are given up layer by layer."""
         is_prepared = all(name.weights != "as loaded" for name in paths)
         for layer in layers:
@@ -234,6 +234,8 @@ class PathChoice:
                 path.adopt(layer.experts.module, layer.name, layer.num_experts, layer.top_k)
             if is_prepared:
                 layer.release_weights()
+        for path in paths.values():
+            path.prepare(self._group)
 
     def _settled(
         self, members: Mapping[PathName, ExpertPath], choice: Choice, layers: Sequence[MoeLayer], source: str

@@ -2,8 +2,10 @@
 
 - **Equal on every rank**: the backend's kind, its buffers' sizes, the layers in their order, and `tuning`, which the
   ranks agree on in `prepare`.
-- **Before any step, outside inference mode**: `adopt` once a layer, then `prepare` once. From then on nothing is
-  allocated, tuned or compiled for rows of a number that has been run before, so a step can be recorded after one run.
+- **Before any step, outside inference mode**: `adopt` for each layer, then `prepare`. Both come more than once: a path
+  is tried over one layer of each shape before it takes over all, and paths over several dispatchers share a backend.
+  What was adopted or prepared before costs nothing again. From then on nothing is allocated, tuned or compiled for rows
+  of a number that has been run before, so a step can be recorded after one run.
 - **Rows that carry no token cost nothing**: extents follow the ids on the device, and no value is read back.
 - **Undefined rows stay harmless**: ids may be any integer, hidden states and weights of slots without a pair may be
   NaN; the result of a row without a pair is zero.
@@ -13,9 +15,9 @@
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from ..contract import Dispatched
+from ..probe import HostGroup
 from .local_experts import LocalExperts
 
 
@@ -50,14 +52,17 @@ class ExpertBackend(Protocol):
         """
         ...
 
-    def prepare(self, group: dist.ProcessGroup | None) -> None:
+    def prepare(self, group: HostGroup | None) -> None:
         """Compile and tune for all adopted layers; collective over `group`, whose ranks end with the same choice.
 
+        It is attempted by all ranks together (`dispatch.probe.attempt`), which then know whose reason it was.
+
         Args:
-            group: of the host (Gloo); `None` for one rank alone.
+            group: all ranks; `None` for one rank alone.
 
         Raises:
-            ConfigError: on every rank alike, when rank 0 found nothing that runs.
+            ConfigError: on a rank that found nothing that runs.
+            PeerGaveUp: on the others.
         """
         ...
 

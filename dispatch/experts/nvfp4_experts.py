@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..contract import Dispatched
 from ..errors import ConfigError, GeometryError
+from ..probe import HostGroup
 from .checks import refuse_unsupported
 from .local_experts import LocalExperts
 
@@ -144,7 +144,7 @@ class Nvfp4Experts:
             settings = wrapper_settings(layer, self._max_num_rows, self._records_graphs, self._device)
             self._layers[id(experts)] = (layer, CuteDslMoEWrapper(**settings), view)
 
-    def prepare(self, group: dist.ProcessGroup | None) -> None:
+    def prepare(self, group: HostGroup | None) -> None:
         """Have the kernels of each shape of layer built, by one run on rows of zeros with nothing to compute."""
         by_shape = {layer: key for key, (layer, _, _) in self._layers.items()}
         for layer, key in by_shape.items():

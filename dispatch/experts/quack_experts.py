@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from ..contract import Dispatched
 from ..errors import ConfigError, GeometryError
+from ..probe import HostGroup
 from .checks import refuse_unsupported
 from .local_experts import LocalExperts
 from .pair_budget import CUTEDSL_SIZE_ALIGNMENT, ExpertShape, PairBudget
@@ -89,7 +89,7 @@ class QuackExperts:
         shape = ExpertShape(hidden_size, intermediate_size, top_k, num_local)
         self._layers[id(experts)] = _Layer(shape, num_experts, gate_up_EFH, down_EHI)
 
-    def prepare(self, group: dist.ProcessGroup | None) -> None:
+    def prepare(self, group: HostGroup | None) -> None:
         by_shape = {(layer.shape, layer.num_experts): layer for layer in self._layers.values()}
         # Paths over several dispatchers share one backend, and each prepares it.
         for key, layer in by_shape.items():

@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from ..errors import ConfigError
-from ..messages import gather_values
+from ..probe import HostGroup
 from .quack_gemm import GemmTile
 
 logger = logging.getLogger(__name__)
@@ -113,24 +112,15 @@ def _milliseconds(tile: GemmTile, launch: Callable[[GemmTile], None]) -> float:
     return best
 
 
-def agree_on(group: dist.ProcessGroup | None, tune: Callable[[], TileTable]) -> TileTable:
-    """What rank 0 finds, on every rank; collective over `group`.
+def agree_on(group: HostGroup | None, tune: Callable[[], TileTable]) -> TileTable:
+    """What rank 0 finds, on every rank; collective over `group`, inside what its ranks attempt together.
 
     All ranks tune, though only one is heeded: they would wait for it otherwise, as long as for a step at most, and have
     to compile what it chooses anyway.
 
     Raises:
-        ConfigError: on every rank alike, when some rank found nothing.
+        PeerGaveUp: another rank found nothing, or failed before.
+        ConfigError: this one found nothing.
     """
-    if group is None or dist.get_world_size(group) == 1:
-        return tune()
-    own: TileTable | str
-    try:
-        own = tune()
-    except Exception as error:
-        own = f"{type(error).__name__}: {error}"
-    found = gather_values(own, TileTable | str, group)
-    failed = [f"rank {rank}: {problem}" for rank, problem in enumerate(found) if not isinstance(problem, TileTable)]
-    if failed or not isinstance(found[0], TileTable):
-        raise ConfigError(f"tuning failed on {'; '.join(failed)}")
-    return found[0]
+    own = tune()
+    return own if group is None else group.gather_met(own, TileTable)[0]

@@ -1,9 +1,9 @@
 """Experts in PyTorch: the model family's own experts module, on the rows that reached this rank."""
 
 import torch
-import torch.distributed as dist
 
 from ..contract import Dispatched
+from ..probe import HostGroup
 from .local_experts import LocalExperts
 
 
@@ -26,7 +26,7 @@ class TorchExperts:
     def adopt(self, experts: torch.nn.Module, name: str, num_experts: int, top_k: int) -> None:
         """Nothing: the module computes its own layer."""
 
-    def prepare(self, group: dist.ProcessGroup | None) -> None:
+    def prepare(self, group: HostGroup | None) -> None:
         """Nothing is compiled or tuned."""
 
     def run(self, experts: LocalExperts, dispatched: Dispatched) -> torch.Tensor:

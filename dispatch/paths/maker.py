@@ -28,7 +28,7 @@ from ..moe_layer import MoeLayer
 from .choice import PathCost
 from .mega import MegaPath, refuse_experts
 from .mega_kernels import MegaKernels
-from .path import DispatchedPath, ExpertPath
+from .path import DispatchedPath, ExpertPath, MemberPath
 from .table import PathName
 
 # The first architecture of which whole racks are one NVLink domain.
@@ -119,7 +119,7 @@ class PathMaker:
             reason = architecture_problem(torch.cuda.get_device_capability(self.device))
         return reason
 
-    def make(self, name: PathName) -> ExpertPath:
+    def make(self, name: PathName) -> MemberPath:
         """The path; collective over all ranks, which make the same paths in the same order.
 
         Raises:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 
 from ..experts.local_experts import LocalExperts
 from ..geometry import StepGeometry
@@ -50,16 +49,6 @@ class MeasuredPath:
         self.quantisation_scales = tuple(scale for found in scales for scale in found)
         self._shapes = dict(shapes)
         self._rank = rank
-
-    def adopt(self, experts: torch.nn.Module, name: str, num_experts: int, top_k: int) -> None:
-        """Take over one layer's experts with every member; collective over all ranks."""
-        for member in self.members.values():
-            member.adopt(experts, name, num_experts, top_k)
-
-    def prepare(self, group: dist.ProcessGroup | None) -> None:
-        """Compile and tune every member; collective over `group`."""
-        for member in self.members.values():
-            member.prepare(group)
 
     def member_for(self, experts: LocalExperts, geometry: StepGeometry) -> str:
         """The name of the path that a step of this geometry takes through this layer; equal on every rank."""

@@ -7,7 +7,6 @@ waits for its peers without bound; the driver's deadline is what ends a stalled 
 """
 
 import torch
-import torch.distributed as dist
 
 from ..collectives import Collectives
 from ..contract import INVALID_EXPERT_ID, check_rows
@@ -17,6 +16,7 @@ from ..experts.local_experts import LocalExperts
 from ..experts.widths import width_problem
 from ..geometry import StepGeometry
 from ..limits import QuantisationKind
+from ..probe import HostGroup
 from .mega_kernels import MegaKernels
 
 FP8_MAX = 448.0
@@ -66,7 +66,7 @@ class MegaPath:
             self.quantisation_scales += scales
             self._bounds[id(experts)] = FP8_MAX * scales[0]
 
-    def prepare(self, group: dist.ProcessGroup | None) -> None:
+    def prepare(self, group: HostGroup | None) -> None:
         """Nothing more: `adopt` has built and compiled the kernels."""
 
     def run(

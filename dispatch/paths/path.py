@@ -7,12 +7,12 @@ checked before anything is sent, every rank in every call.
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from ..contract import Dispatcher
 from ..experts.backend import ExpertBackend
 from ..experts.local_experts import LocalExperts
 from ..geometry import StepGeometry
+from ..probe import HostGroup
 
 
 class ExpertPath(Protocol):
@@ -45,14 +45,6 @@ class ExpertPath(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
-    def adopt(self, experts: torch.nn.Module, name: str, num_experts: int, top_k: int) -> None:
-        """Take over one layer's experts, once, before any step; see `dispatch.experts.backend.ExpertBackend.adopt`."""
-        ...
-
-    def prepare(self, group: dist.ProcessGroup | None) -> None:
-        """Compile and tune for all layers, once, after `adopt`; collective over `group`, a host group."""
-        ...
-
     def run(
         self,
         experts: LocalExperts,
@@ -66,6 +58,18 @@ class ExpertPath(Protocol):
         Raises:
             GeometryError: before anything is sent, when the rows are not what the geometry says or exceed the capacity.
         """
+        ...
+
+
+class MemberPath(ExpertPath, Protocol):
+    """A path that takes layers over itself, rather than through others."""
+
+    def adopt(self, experts: torch.nn.Module, name: str, num_experts: int, top_k: int) -> None:
+        """Take over one layer's experts, before any step; see `dispatch.experts.backend.ExpertBackend.adopt`."""
+        ...
+
+    def prepare(self, group: HostGroup | None) -> None:
+        """Compile and tune for all layers that were adopted; see `dispatch.experts.backend.ExpertBackend.prepare`."""
         ...
 
 
@@ -106,7 +110,7 @@ class DispatchedPath:
     def adopt(self, experts: torch.nn.Module, name: str, num_experts: int, top_k: int) -> None:
         self.experts.adopt(experts, name, num_experts, top_k)
 
-    def prepare(self, group: dist.ProcessGroup | None) -> None:
+    def prepare(self, group: HostGroup | None) -> None:
         self.experts.prepare(group)
 
     def run(

@@ -23,6 +23,7 @@ from expert_pool.dispatch.paths.maker import make_dispatcher, make_experts
 from expert_pool.dispatch.paths.mega import MegaPath
 from expert_pool.dispatch.paths.mega_kernels import MegaKernels
 from expert_pool.dispatch.paths.path import DispatchedPath
+from expert_pool.dispatch.probe import HostGroup
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -77,6 +78,7 @@ class World:
             )
             self.host_group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
             self.ep_group = dist.group.WORLD
+        self.hosts = HostGroup(self.host_group, rank) if self.host_group is not None else None
         self.collectives = Collectives({"ep": self.ep_group} if size > 1 else {})
 
     def say(self, line: str) -> None:
@@ -261,7 +263,7 @@ def dispatched(layer: Layer, dispatch: str, experts: str, capacity: int) -> Buil
     path = DispatchedPath(dispatcher, backend)
     path.adopt(layer.local.module, "the layer", size.experts, size.top_k)
     started = time.perf_counter()
-    path.prepare(world.host_group)
+    path.prepare(world.hosts)
     if path.tuning:
         world.say(f"  tuned in {time.perf_counter() - started:.1f} s: {path.tuning}")
 

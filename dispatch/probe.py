@@ -12,6 +12,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from .errors import ConfigError
 from .messages import gather_values
 
 Built = TypeVar("Built")
@@ -110,6 +111,24 @@ def agree_on_refusals(group: HostGroup, refusals: Mapping[str, str | None]) -> d
             if reason is not None:
                 dropped.setdefault(path, Dropped(path, rank, reason))
     return dropped
+
+
+def require_equal(group: HostGroup, what: str, value: str) -> None:
+    """Refuse to go on with what has to be alike on all ranks and is not; inside what they attempt together.
+
+    Args:
+        group: all ranks.
+        what: for messages; equal on every rank.
+        value: of this rank.
+
+    Raises:
+        ConfigError: on every rank alike; names the values of the first ranks that differ.
+        PeerGaveUp: see `HostGroup.meet`.
+    """
+    values = group.gather_met(value, str)
+    for rank, other in enumerate(values):
+        if other != values[0]:
+            raise ConfigError(f"{what} differs between ranks (rank 0: {values[0]}, rank {rank}: {other})")
 
 
 def attempt(group: HostGroup, path: str, build: Callable[[], Built]) -> Built | Dropped:

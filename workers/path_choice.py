@@ -158,7 +158,7 @@ class PathChoice:
         choice = choose(buckets, measured, self._costs(paths), copies, config.tuning.max_bytes)
         kept = {name: paths[name] for name in map(PathName.parse, choice.table.names)}
         paths.clear()
-        self._maker.keep_only(list(kept))
+        self._maker.keep_only(list(kept), self._group)
         if self._maker.device.type == "cuda":
             torch.cuda.empty_cache()
         self._adopt(kept, layers)

@@ -25,6 +25,7 @@ from ..layout import Layout
 from ..limits import QuantisationKind
 from ..local import LocalDispatcher
 from ..moe_layer import MoeLayer
+from ..probe import HostGroup
 from .choice import PathCost
 from .mega import MegaPath, refuse_experts
 from .mega_kernels import MegaKernels
@@ -147,19 +148,15 @@ class PathMaker:
                 self._experts[name.experts] = self._backend(name.experts)
         return name.experts
 
-    def keep_only(self, names: Sequence[PathName]) -> None:
-        """Give up what none of these paths uses; collective over all ranks."""
+    def keep_only(self, names: Sequence[PathName], group: HostGroup) -> None:
+        """Give up what none of these paths uses; collective over all ranks, which are `group`."""
         for kind in [kind for kind in self._dispatchers if kind not in {name.dispatch for name in names}]:
             dispatcher = self._dispatchers.pop(kind)
             if isinstance(dispatcher, Closable):
                 dispatcher.close()
         for kind in [kind for kind in self._experts if kind not in {name.experts for name in names}]:
             del self._experts[kind]
-        kept = {name.capacity for name in names if name.is_mega}
-        if not kept:
-            self.kernels.close()
-        for capacity in sorted(set(self.kernels.capacities) - kept):
-            self.kernels.drop_capacity(capacity)
+        self.kernels.keep_only({name.capacity for name in names if name.capacity is not None}, group)
 
     def _backend(self, kind: str) -> ExpertBackend:
         if kind != "nvfp4":

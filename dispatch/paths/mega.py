@@ -47,10 +47,11 @@ class MegaPath:
         self._collectives = collectives
         self._kernels = kernels
         self._rank = rank
+        self._adopted: list[int] = []
         self._bounds: dict[int, float] = {}
 
     def adopt(self, experts: torch.nn.Module, name: str, num_experts: int, top_k: int) -> None:
-        """Build the kernel of one layer over its experts' weights; collective over all ranks.
+        """Prepare the weights of one layer; collective over all ranks.
 
         The module's own weights stay: paths of other kinds may read them.
 
@@ -58,16 +59,18 @@ class MegaPath:
             ConfigError: on every rank alike, where the kernel cannot compute these experts.
         """
         refuse_experts(experts, name, self._kernels.quantisation)
-        self._kernels.prepare(experts, num_experts, top_k, self.capacity)
-        self.tuning = self._kernels.settings(self.capacity)
-        self.num_bytes = self._kernels.workspace_bytes(self.capacity)
+        self._kernels.adopt(experts, num_experts, top_k, self.capacity)
+        self._adopted.append(id(experts))
         if self._kernels.quantisation == "fp8" and id(experts) not in self._bounds:
             scales = self._kernels.scales[id(experts)]
             self.quantisation_scales += scales
             self._bounds[id(experts)] = FP8_MAX * scales[0]
 
     def prepare(self, group: HostGroup | None) -> None:
-        """Nothing more: `adopt` has built and compiled the kernels."""
+        """Build and compile the kernels of the layers that have none; see `MegaKernels.prepare`."""
+        self._kernels.prepare(self._adopted, self.capacity, group)
+        self.tuning = self._kernels.settings(self.capacity)
+        self.num_bytes = self._kernels.workspace_bytes(self.capacity)
 
     def run(
         self,

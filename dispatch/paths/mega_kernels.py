@@ -8,13 +8,20 @@ workspace a shape and one compilation, however many layers there are.
 FlashInfer is imported at construction.
 """
 
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..errors import ConfigError
 from ..layout import Layout
 from ..limits import QuantisationKind
+from ..probe import HostGroup, require_equal
+
+logger = logging.getLogger(__name__)
 
 # Launch settings that ranks have to have alike; FlashInfer takes them from a cache file of each host, if there is one.
 _SHARED_SETTINGS = (
@@ -33,6 +40,17 @@ _SHARED_SETTINGS = (
 )
 
 
+@dataclass(frozen=True)
+class AdoptedLayer:
+    """FlashInfer's layer over prepared weights, and the sizes that launch settings are looked up by."""
+
+    layer: Any
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+
+
 class MegaKernels:
     """Prepared layers of one rank.
 
@@ -45,7 +63,7 @@ class MegaKernels:
 
     Attributes:
         scales: of the inputs of both projections of a layer in per-tensor fp8, by `id` of its experts module: a number
-            is its fp8 code times the scale. Set before `prepare`, equal on every rank.
+            is its fp8 code times the scale. Set before `adopt`, equal on every rank.
     """
 
     def __init__(
@@ -57,31 +75,54 @@ class MegaKernels:
         self._layout = layout
         self._rank = rank
         self._device = device
-        self._layers: dict[int, Any] = {}
+        self._layers: dict[int, AdoptedLayer] = {}
         self._workspaces: dict[tuple[int, int], Any] = {}
 
-    def prepare(self, experts: torch.nn.Module, num_experts: int, top_k: int, capacity: int) -> None:
-        """Have a compiled kernel of this capacity for a layer; collective over all ranks.
-
-        The layer's weights are prepared the first time. The first layer of a shape compiles the kernel and runs it
-        once, so that no step compiles or allocates.
-        """
+    def adopt(self, experts: torch.nn.Module, num_experts: int, top_k: int, capacity: int) -> None:
+        """Prepare a layer's weights, once for kernels of all capacities; collective over all ranks."""
         key = id(experts)
         if key not in self._layers:
-            self._layers[key] = self._prepared(experts, num_experts, top_k, capacity)
-        if (key, capacity) in self._workspaces:
-            return
-        compiled = {id(handle._backend_workspace) for handle in self._workspaces.values()}
-        knobs = self._knobs(experts, num_experts, top_k, capacity)
-        workspace = self._layers[key].create_workspace(capacity, knobs=knobs)
-        if id(workspace._backend_workspace) not in compiled:
-            self._layers[key].warmup(workspace=workspace)
-        self._workspaces[key, capacity] = workspace
+            _, hidden_size, intermediate_size = experts.get_parameter("down_proj").shape
+            layer = self._prepared(experts, num_experts, top_k, capacity)
+            self._layers[key] = AdoptedLayer(layer, num_experts, top_k, hidden_size, intermediate_size)
+
+    def prepare(self, keys: Sequence[int], capacity: int, group: HostGroup | None) -> None:
+        """Have a compiled kernel of this capacity for each of these layers; collective over all ranks.
+
+        The first layer of a shape compiles the kernel and runs it once, so that no step compiles or allocates. The
+        kernel's launch settings come from a file of each host, so the ranks compare them before they use them.
+
+        Args:
+            keys: `id` of the experts modules of adopted layers, in the same order on every rank.
+            capacity: rows a rank, equal on every rank.
+            group: all ranks; `None` for one rank alone.
+
+        Raises:
+            ConfigError: on every rank alike, where launch settings differ.
+            PeerGaveUp: another rank failed before.
+        """
+        for key in keys:
+            if (key, capacity) in self._workspaces:
+                continue
+            if group is not None:
+                # What one rank alone holds cannot be given back.
+                group.meet()
+            compiled = {id(handle._backend_workspace) for handle in self._workspaces.values()}
+            adopted = self._layers[key]
+            handle = adopted.layer.create_workspace(capacity, knobs=self._knobs(adopted, capacity))
+            # Before what follows can fail: FlashInfer's layer holds it, so it has to be counted and given back.
+            self._workspaces[key, capacity] = handle
+            if id(handle._backend_workspace) in compiled:
+                continue
+            if group is not None:
+                what = f"the launch settings of mega@{capacity}, from FlashInfer's cache of tuned kernels on each host,"
+                require_equal(group, what, _settings_of(handle))
+            adopted.layer.warmup(workspace=handle)
 
     def run(self, module: torch.nn.Module, capacity: int, tensors: Any) -> torch.Tensor:
         """The layer's kernel of this capacity on `MoEEpTensors`; collective over all ranks."""
         key = id(module)
-        return self._layers[key].forward(tensors, workspace=self._workspaces[key, capacity])
+        return self._layers[key].layer.forward(tensors, workspace=self._workspaces[key, capacity])
 
     def workspace_bytes(self, capacity: int) -> int:
         """Bytes of the workspaces of a capacity, over all shapes of layers that were prepared for it."""
@@ -94,34 +135,27 @@ class MegaKernels:
 
     def settings(self, capacity: int) -> str:
         """Launch settings of the kernels of a capacity that have to be alike on all ranks."""
-        configs = {
-            ", ".join(
-                f"{name} {getattr(handle._backend_workspace._frontend.config, name)}"
-                for name in _SHARED_SETTINGS
-                if hasattr(handle._backend_workspace._frontend.config, name)
-            )
-            for (_, rows), handle in self._workspaces.items()
-            if rows == capacity
-        }
-        return " | ".join(sorted(configs))
+        found = {_settings_of(handle) for (_, rows), handle in self._workspaces.items() if rows == capacity}
+        return " | ".join(sorted(found))
 
-    @property
-    def capacities(self) -> tuple[int, ...]:
-        """Of the kernels there are."""
-        return tuple(sorted({capacity for _, capacity in self._workspaces}))
+    def keep_only(self, capacities: Collection[int], group: HostGroup) -> None:
+        """Give up kernels of other capacities, and all prepared weights where no kernel is left; collective.
 
-    def drop_capacity(self, capacity: int) -> None:
-        """Give up the kernels of a capacity; collective over all ranks."""
-        for key in [key for key in self._workspaces if key[1] == capacity]:
-            self._workspaces.pop(key).destroy()
-
-    def close(self) -> None:
-        """Give up all kernels and prepared weights; collective over all ranks."""
-        for capacity in self.capacities:
-            self.drop_capacity(capacity)
-        for layer in self._layers.values():
-            layer.destroy()
-        self._layers.clear()
+        Giving memory back takes all ranks. So a kernel that some rank failed to build stays where it was built, and
+        what it shares with others stays with it.
+        """
+        keys = list(self._layers)
+        given_up = [(keys.index(key), rows) for key, rows in self._workspaces if rows not in capacities]
+        by_rank = group.gather((len(keys), given_up), tuple[int, list[tuple[int, int]]])
+        everywhere = set.intersection(*(set(found) for _, found in by_rank))
+        for index, rows in sorted(everywhere):
+            self._workspaces.pop((keys[index], rows)).destroy()
+        if any(found != by_rank[0] for found in by_rank):
+            logger.warning("mega kernels that not all ranks could build keep their memory: %s", by_rank)
+        elif not self._workspaces:
+            for adopted in self._layers.values():
+                adopted.layer.destroy()
+            self._layers.clear()
 
     def _prepared(self, experts: torch.nn.Module, num_experts: int, top_k: int, capacity: int) -> Any:
         from flashinfer.moe_ep import BootstrapConfig, FleetParams, MegaConfig, MoEEpLayer, MoEWeightPack
@@ -137,7 +171,7 @@ class MegaKernels:
         kernel = self._kernel_config(w2.shape[2], top_k, self.scales.get(id(experts), (1.0, 1.0)))
         return MoEEpLayer(bootstrap, fleet, MoEWeightPack(w13, w2), backend=MegaConfig(megakernel=kernel))
 
-    def _knobs(self, experts: torch.nn.Module, num_experts: int, top_k: int, capacity: int) -> dict[str, Any] | None:
+    def _knobs(self, adopted: AdoptedLayer, capacity: int) -> dict[str, Any] | None:
         """Launch settings of a kernel; `None`: FlashInfer's own for this capacity.
 
         With one scale a tensor FlashInfer keeps sums in the tensor cores' accumulator over all columns. That is coarser
@@ -149,15 +183,14 @@ class MegaKernels:
             return None
         from flashinfer.moe_ep.kernel_src.sm90.pull_style_cutedsl_megakernel import default_knobs, lookup_knobs
 
-        _, hidden_size, intermediate_size = experts.get_parameter("down_proj").shape
         knobs = lookup_knobs(
             dtype="fp8_e4m3",
             fp8_scale_mode="per_tensor",
             world_size=self._layout.world_size,
-            hidden=hidden_size,
-            intermediate=intermediate_size,
-            num_experts=num_experts,
-            topk=top_k,
+            hidden=adopted.hidden_size,
+            intermediate=adopted.intermediate_size,
+            num_experts=adopted.num_experts,
+            topk=adopted.top_k,
             max_tokens=capacity,
         )
         knobs = knobs or default_knobs(capacity, fp8_scale_mode="blockwise")
@@ -180,11 +213,26 @@ class MegaKernels:
         )
 
 
+def _settings_of(handle: Any) -> str:
+    """Launch settings of a kernel that have to be alike on all ranks."""
+    config = handle._backend_workspace._frontend.config
+    return ", ".join(f"{name} {getattr(config, name)}" for name in _SHARED_SETTINGS if hasattr(config, name))
+
+
 def _bytes_of(workspace: Any) -> int:
     """Bytes of a workspace's tensors, and of those its compiled kernel works in.
 
-    FlashInfer has no public word for them; attributes that another release lacks count as nothing.
+    FlashInfer has no public word for them.
+
+    Raises:
+        ConfigError: a FlashInfer that keeps them elsewhere: counted as nothing they would break `tuning.max_bytes`.
     """
-    compiled = getattr(workspace._frontend, "_mega", None)
-    inner = [getattr(compiled, name, None) for name in ("local_workspace", "shared_workspace")]
-    return sum(tensor.nbytes for tensor in (*workspace._sym_roots, *inner) if tensor is not None)
+    try:
+        compiled = workspace._frontend._mega
+        tensors = (*workspace._sym_roots, compiled.local_workspace, compiled.shared_workspace)
+        return sum(tensor.nbytes for tensor in tensors)
+    except AttributeError as error:
+        raise ConfigError(
+            f"the memory of FlashInfer's mega kernel cannot be counted ({error}): install the FlashInfer that "
+            "expert-pool[gpu] names, or set dispatch to 'flashinfer' or 'allgather'"
+        ) from error

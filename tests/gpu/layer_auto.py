@@ -38,11 +38,12 @@ class Auto:
     table: PathTable
     dropped: tuple[str, ...]
     maker: PathMaker
+    hosts: HostGroup
 
     def close(self) -> None:
         """Give up all of it; collective over all ranks."""
         self.paths.clear()
-        self.maker.keep_only([])
+        self.maker.keep_only([], self.hosts)
 
 
 class KeepingChoice(PathChoice):
@@ -60,7 +61,9 @@ class KeepingChoice(PathChoice):
         measured = self._measure(paths, {layer.shape: layer}, buckets, [layer])
         copies = copy_bytes([layer], config.quantisation)
         choice = choose(buckets, measured, self._costs(paths), copies, config.tuning.max_bytes)
-        return Auto(paths, measured[0], buckets, choice.table, tuple(map(str, self._dropped.values())), maker)
+        return Auto(
+            paths, measured[0], buckets, choice.table, tuple(map(str, self._dropped.values())), maker, self._group
+        )
 
 
 def auto(layer: Layer, tokens: tuple[int, ...], mega_capacities: tuple[int, ...] | None) -> Auto:

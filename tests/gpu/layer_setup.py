@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -294,9 +295,11 @@ def mega(layer: Layer, quantisation: QuantisationKind, capacity: int, is_coarse:
         rounded = (Blockwise(*weights),)
     path = MegaPath(world.collectives, kernels, world.rank, capacity)
     path.adopt(module, "the layer", size.experts, size.top_k)
+    path.prepare(world.hosts)
     limit = 5e-3 if quantisation == "none" else 8e-2
     # The padding stays finite: the kernel reads rows that carry no token.
-    return Built(path, layer.local, kernels.close, limit, 1e3, rounded)
+    assert world.hosts is not None, "the kernel exchanges between ranks"
+    return Built(path, layer.local, partial(kernels.keep_only, (), world.hosts), limit, 1e3, rounded)
 
 
 def fp8_scales(layer: Layer) -> tuple[float, float]:

@@ -1,0 +1,166 @@
+"""What ranks settle around mega kernels, over real groups; in place of FlashInfer's layer stands one whose every call
+waits for all ranks, as FlashInfer's does."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expert_pool.cluster import CacheConfig, Limits, PoolConfig
+from expert_pool.dispatch.errors import ConfigError
+from expert_pool.dispatch.paths.mega_kernels import MegaKernels
+from expert_pool.dispatch.probe import Dropped, HostGroup, attempt
+from expert_pool.workers.engine import RankEngine
+from plain_ranks import RankGang
+from test_capture_faults import WITHIN_S
+
+NUM_LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def gang(random_models: dict[str, str]) -> Iterator[RankGang]:
+    config = PoolConfig(
+        model=random_models["qwen3_moe"], ranks=2, limits=Limits(max_running_requests=4), cache=CacheConfig(512)
+    )
+    with RankGang(config, graphs=False) as ranks:
+        yield ranks
+
+
+@dataclass
+class Handle:
+    """A workspace, which all ranks give back together."""
+
+    layer: "CollectiveLayer"
+    _backend_workspace: Any
+
+    def destroy(self) -> None:
+        self.layer.meet("destroy")
+
+
+@dataclass
+class CollectiveLayer:
+    """Keeps the calls of FlashInfer's layer: building, warming up and giving back are collective."""
+
+    group: dist.ProcessGroup
+    tiles: int
+    fails_to: str
+    calls: list[str] = field(default_factory=list)
+
+    def meet(self, call: str) -> None:
+        self.calls.append(call)
+        dist.barrier(self.group)
+
+    def create_workspace(self, capacity: int, knobs: dict[str, Any] | None) -> Handle:
+        if self.fails_to == f"create {capacity}":
+            raise RuntimeError("out of memory")
+        self.calls.append("create")
+        tensor = torch.zeros(capacity)
+        compiled = SimpleNamespace(local_workspace=tensor, shared_workspace=tensor)
+        frontend = SimpleNamespace(config=SimpleNamespace(swap_ab=False, mma_tiler_mnk=self.tiles), _mega=compiled)
+        return Handle(self, SimpleNamespace(_frontend=frontend, _sym_roots=[tensor]))
+
+    def warmup(self, workspace: Handle) -> None:
+        self.meet("warm up")
+        if self.fails_to == "warm up":
+            raise RuntimeError("no such instruction")
+
+    def destroy(self) -> None:
+        self.meet("destroy layer")
+
+
+class Kernels(MegaKernels):
+    """Over `CollectiveLayer`; `tiles` is what this rank's host says."""
+
+    tiles = 64
+    fails_to = ""
+
+    def _prepared(self, experts: torch.nn.Module, num_experts: int, top_k: int, capacity: int) -> Any:
+        return CollectiveLayer(self._group, self.tiles, self.fails_to)
+
+
+def kernels_of(engine: RankEngine) -> tuple[Kernels, HostGroup, list[torch.nn.Module]]:
+    """Kernels without layers, the host group, and experts modules of a few layers."""
+    kernels = Kernels(engine._collectives._groups["ep"], engine.config.layout, engine.rank, engine._device, "none")
+    experts = [torch.nn.Module() for _ in range(NUM_LAYERS)]
+    for module in experts:
+        module.register_parameter("down_proj", torch.nn.Parameter(torch.zeros(2, 64, 32)))
+    return kernels, HostGroup(engine._host_group, engine.rank), experts
+
+
+def build(kernels: Kernels, group: HostGroup, experts: list[torch.nn.Module], capacity: int) -> Any:
+    def whole() -> str:
+        for module in experts:
+            kernels.adopt(module, 4, 2, capacity)
+        kernels.prepare([id(module) for module in experts], capacity, group)
+        return "built"
+
+    return attempt(group, f"mega@{capacity}", whole)
+
+
+def calls_of(kernels: Kernels) -> list[list[str]]:
+    return [adopted.layer.calls for adopted in kernels._layers.values()]
+
+
+def with_other_settings(engine: RankEngine) -> tuple[str, list[list[str]], list[list[str]]]:
+    kernels, group, experts = kernels_of(engine)
+    kernels.tiles = 64 if engine.rank == 0 else 128
+    built = build(kernels, group, experts, 8)
+    calls = calls_of(kernels)
+    before = [list(of_layer) for of_layer in calls]
+    kernels.keep_only((), group)
+    return built.reason if isinstance(built, Dropped) else built, before, calls
+
+
+def test_launch_settings_that_differ_are_refused_on_every_rank_before_a_kernel_runs(gang):
+    for reason, before, after in gang.call(with_other_settings, deadline_s=WITHIN_S):
+        assert "launch settings of mega@8" in reason
+        assert "(rank 0: swap_ab False, mma_tiler_mnk 64, rank 1: swap_ab False, mma_tiler_mnk 128)" in reason
+        assert before == [["create"], []]
+        assert after == [["create", "destroy", "destroy layer"], ["destroy layer"]]
+
+
+def failing(engine: RankEngine, fails_to: str, faulty_rank: int) -> tuple[str, int, list[list[str]], int]:
+    """Build two capacities, the second of which fails on one rank; then keep the first."""
+    kernels, group, experts = kernels_of(engine)
+    kernels.fails_to = fails_to if engine.rank == faulty_rank else ""
+    build(kernels, group, experts, 8)
+    second = build(kernels, group, experts, 64)
+    counted = kernels.workspace_bytes(64)
+    kernels.keep_only({8}, group)
+    return str(second), counted, calls_of(kernels), kernels.workspace_bytes(64)
+
+
+@pytest.mark.parametrize("faulty_rank", [0, 1])
+def test_a_kernel_that_one_rank_cannot_build_is_dropped_on_all_and_nobody_waits(faulty_rank, gang):
+    found = gang.call(failing, "create 64", faulty_rank, deadline_s=WITHIN_S)
+    for rank, (second, counted, calls, left) in enumerate(found):
+        assert second == f"mega@64 dropped on all ranks: rank {faulty_rank}: RuntimeError: out of memory"
+        assert not any("destroy" in of_layer for of_layer in calls), "it takes all ranks to give memory back"
+        assert (counted > 0) == (left > 0) == (rank != faulty_rank), "what is held stays counted"
+
+
+def test_a_kernel_whose_first_run_fails_is_counted_and_given_back_by_all(gang):
+    for second, counted, calls, left in gang.call(failing, "warm up", 1, deadline_s=WITHIN_S):
+        assert "no such instruction" in second
+        assert (counted > 0, left) == (True, 0)
+        assert calls[0].count("destroy") == 1
+
+
+def counts_unknown(engine: RankEngine) -> str:
+    kernels, group, experts = kernels_of(engine)
+    build(kernels, group, experts, 8)
+    handle = next(iter(kernels._workspaces.values()))
+    del handle._backend_workspace._sym_roots
+    try:
+        kernels.workspace_bytes(8)
+    except ConfigError as error:
+        return str(error)
+    return "counted"
+
+
+def test_memory_that_another_release_keeps_elsewhere_is_no_zero(gang):
+    for message in gang.call(counts_unknown):
+        assert "the memory of FlashInfer's mega kernel cannot be counted" in message

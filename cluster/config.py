@@ -14,8 +14,9 @@ from ..dispatch.experts.pair_budget import CUTEDSL_SIZE_ALIGNMENT
 from ..dispatch.experts.widths import width_problem
 from ..dispatch.layout import Layout
 from ..dispatch.limits import DispatchKind, ExpertsKind, Limits, QuantisationKind
-from ..dispatch.paths.table import table_problems
+from ..dispatch.paths.table import shape_of, table_problems
 from ..dispatch.tuning import Tuning
+from ..dispatch.workspace import top_k_problem
 from ..workers.config import MAX_SECONDS, CacheConfig, DeviceName, DTypeName, WeightsName, WorkerConfig
 from ..workers.model_spec import ModelSpec
 from ..workers.rank_config import RankConfig
@@ -238,8 +239,26 @@ def _path_problems(config: RankConfig) -> list[str]:
     if config.tuning.table is not None and config.dispatch != "measured":
         problems.append(f"tuning.table is for dispatch='measured', and dispatch is {config.dispatch!r}: leave it out")
     elif config.tuning.table is not None:
-        problems += table_problems(config.tuning.table, device, config.quantisation, config.capacity)
-    return problems
+        shapes = [
+            shape_of(layer.num_experts, layer.hidden_size, layer.intermediate_size, layer.top_k)
+            for layer in config.spec.moe
+        ]
+        problems += table_problems(config.tuning.table, device, config.quantisation, config.capacity, shapes)
+    return [*problems, *_top_k_problems(config)]
+
+
+def _top_k_problems(config: RankConfig) -> list[str]:
+    """Layers whose rows FlashInfer's all-to-all cannot send, where the configuration names it."""
+    rows = () if config.tuning.table is None or config.dispatch != "measured" else config.tuning.table
+    pinned = next((row.path for row in rows if row.path.startswith("flashinfer+")), None)
+    if config.dispatch != "flashinfer" and pinned is None:
+        return []
+    setting = "dispatch='flashinfer'" if pinned is None else f"tuning.table's path {pinned!r}"
+    for layer in config.spec.moe:
+        problem = top_k_problem(layer.top_k)
+        if problem is not None:
+            return [f"{setting} cannot run {layer.name}: {problem}; use another way to the experts, like 'allgather'"]
+    return []
 
 
 def _width_problems(config: RankConfig) -> list[str]:

@@ -4,6 +4,9 @@ import msgspec
 
 from .errors import ConfigError
 
+# The choice weighs every set of paths: 2 to the power of these, and of the few paths beside them.
+_MAX_MEGA_CAPACITIES = 10
+
 
 class TableRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One line of a table of paths.
@@ -29,7 +32,7 @@ class Tuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             the second copy of the expert weights where paths that want different layouts are kept side by side. The
             set of paths that is fastest within it is kept; the others are given up.
         mega_capacities: rows a rank for which mega kernels are built as candidates, each of which takes seconds to
-            compile at a first start. Unset: 8, 64, 256 and 1024 below the capacity, and the capacity.
+            compile at a first start; at most 10. Unset: 8, 64, 256 and 1024 below the capacity, and the capacity.
         repeats: replays that make one measurement, each of a few calls of one layer.
         table: the paths to take, instead of measuring; has to cover the capacity.
         cache: a JSON file on rank 0's node in which tables are kept, by GPU, versions, geometry and layout, and found
@@ -48,5 +51,10 @@ class Tuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ConfigError(f"tuning.{name}={getattr(self, name)} is below 1: set it to 1 or more")
         if self.mega_capacities is not None and (not self.mega_capacities or min(self.mega_capacities) < 1):
             raise ConfigError(f"tuning.mega_capacities={list(self.mega_capacities)} has to list rows of 1 or more")
+        if self.mega_capacities is not None and len(self.mega_capacities) > _MAX_MEGA_CAPACITIES:
+            raise ConfigError(
+                f"tuning.mega_capacities lists {len(self.mega_capacities)} numbers of rows, more than "
+                f"{_MAX_MEGA_CAPACITIES}: leave out some"
+            )
         if self.table is not None and not self.table:
             raise ConfigError("tuning.table is empty: list rows and paths, or leave it out to measure")

@@ -1,4 +1,4 @@
-"""Bytes of FlashInfer's NVLink one-sided all-to-all workspace, known before any GPU is asked for."""
+"""What FlashInfer's NVLink one-sided all-to-all takes and holds, known before any GPU is asked for."""
 
 from collections.abc import Sequence
 
@@ -8,6 +8,15 @@ _CONTROL_ALIGNMENT = 128
 _PAYLOAD_ALIGNMENT = 256
 _MAX_PAYLOADS = 4
 _INT32_BYTES = 4
+# What its kernels are compiled for: `_SUPPORTED_TOP_K` of FlashInfer 0.7.4, in `communication.py` as below.
+_TOP_K = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 18, 22)
+
+
+def top_k_problem(top_k: int) -> str | None:
+    """Why tokens that go to so many experts cannot be sent, if they cannot."""
+    if top_k in _TOP_K:
+        return None
+    return f"FlashInfer's all-to-all sends a token to one of {', '.join(map(str, _TOP_K))} experts, and not to {top_k}"
 
 
 def flashinfer_workspace_bytes(ep_size: int, capacity: int, formats: Sequence[RowFormat]) -> int:

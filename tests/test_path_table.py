@@ -13,6 +13,7 @@ from expert_pool.dispatch.paths.choice import Measured, PathCost, choose
 from expert_pool.dispatch.paths.table import PathName, PathTable, candidate_paths, measured_rows, shape_of
 from expert_pool.dispatch.tuning import TableRow, Tuning
 from expert_pool.workers.inspection import inspect_model
+from expert_pool.workers.model_spec import ModelSpec
 
 LIMITS = Limits(max_running_requests=8, cuda_graph_bs=(1, 8), chunked_prefill_size=64)
 GPU = WorkerConfig(device="cuda")
@@ -22,6 +23,12 @@ LAYER = "16 x 64 x 32 top-2"
 
 def table(*rows: tuple[int, str]) -> tuple[TableRow, ...]:
     return tuple(TableRow(count, path) for count, path in rows)
+
+
+def shape_in(spec: ModelSpec) -> str:
+    """Of the first MoE layer; all are alike."""
+    layer = spec.moe[0]
+    return shape_of(layer.num_experts, layer.hidden_size, layer.intermediate_size, layer.top_k)
 
 
 def config_of(model: str, **settings) -> PoolConfig:
@@ -34,7 +41,9 @@ def test_a_path_is_read_as_it_is_written(text):
     assert str(PathName.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["mega", "mega@", "mega@0", "mega@x", "flashinfer", "+torch", ""])
+@pytest.mark.parametrize(
+    "text", ["mega", "mega@", "mega@0", "mega@x", "mega@064", "mega@٦٤", "flashinfer", "+torch", ""]
+)
 def test_what_names_no_path_is_refused_with_its_value(text):
     with pytest.raises(ConfigError, match=re.escape(repr(text))):
         PathName.parse(text)
@@ -100,6 +109,13 @@ def test_a_kernel_serves_no_more_rows_than_it_was_built_for():
         choice_of(times, costs, 9)
 
 
+def test_where_no_path_reaches_every_step_no_bound_is_given_as_a_way_out():
+    times = {"mega@8": (1.0, math.inf, math.inf), "mega@64": (1.0, 2.0, math.inf)}
+    costs = {name: PathCost({name: 10}, "mega") for name in times}
+    with pytest.raises(ConfigError, match=r"^none of the paths mega@8, mega@64 reaches 256 rows a rank$"):
+        choice_of(times, costs, 100)
+
+
 def test_candidates_on_gpus_are_kernels_of_several_capacities():
     names = candidate_paths(Tuning(), "cuda", "torch", "none", 512)
     assert list(map(str, names[-4:])) == ["mega@8", "mega@64", "mega@256", "mega@512"]
@@ -130,6 +146,15 @@ REFUSED_TABLES = {
     "no path": (table((64, "mega")), "path 'mega' is neither"),
     "of another device": (table((64, "mega@64")), "path 'mega@64' does not exist on worker.device='cpu'"),
     "misses rows": (table((8, "allgather+torch")), "ends at 8 rows for all layers, and a step may have 64"),
+    "leading zero": (table((64, "mega@064")), "path 'mega@064' is neither"),
+    "mistyped shape": (
+        (*table((64, "allgather+torch")), TableRow(64, "alltoall+torch", "8 x 64 x 23 top-2")),
+        "no MoE layer of this model has shape '8 x 64 x 23 top-2': use one of 'SHAPE'",
+    ),
+    "misses a shape": (
+        (TableRow(64, "alltoall+torch", "8 x 64 x 23 top-2"),),
+        "no rows for MoE layers of shape 'SHAPE'",
+    ),
     "falls": (table((64, "allgather+torch"), (8, "alltoall+torch")), "rows [64, 8] of all layers have to rise"),
 }
 
@@ -137,8 +162,33 @@ REFUSED_TABLES = {
 @pytest.mark.parametrize("case", REFUSED_TABLES)
 def test_a_pinned_table_that_cannot_serve_is_refused_with_its_value(case, tiny_moe):
     rows, message = REFUSED_TABLES[case]
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        resolve(config_of(tiny_moe, tuning=Tuning(table=rows)), inspect_model(tiny_moe, None))
+    spec = inspect_model(tiny_moe, None)
+    with pytest.raises(ConfigError, match=re.escape(message.replace("SHAPE", shape_in(spec)))):
+        resolve(config_of(tiny_moe, tuning=Tuning(table=rows)), spec)
+
+
+def test_a_pinned_table_with_rows_for_each_shape_is_taken(tiny_moe):
+    spec = inspect_model(tiny_moe, None)
+    config = config_of(tiny_moe, tuning=Tuning(table=(TableRow(64, "alltoall+torch", shape_in(spec)),)))
+    assert configuration_problems(resolve_unchecked(config, spec)) == ()
+
+
+def test_a_top_k_that_flashinfer_does_not_send_is_refused_where_it_is_named(tiny_moe):
+    spec = inspect_model(tiny_moe, None)
+    layers = tuple(msgspec.structs.replace(layer, top_k=5) for layer in spec.moe)
+    spec = msgspec.structs.replace(spec, moe=layers)
+    pinned = Tuning(table=table((64, "flashinfer+torch")))
+    for settings, said in (
+        ({"dispatch": "flashinfer"}, "dispatch='flashinfer'"),
+        ({"tuning": pinned}, "tuning.table's path 'flashinfer+torch'"),
+    ):
+        [problem] = configuration_problems(resolve_unchecked(config_of(tiny_moe, worker=GPU, **settings), spec))
+        assert problem.startswith(
+            f"{said} cannot run {layers[0].name}: FlashInfer's all-to-all sends a token to one of"
+        )
+        assert "and not to 5" in problem
+    for settings in ({"dispatch": "allgather"}, {"tuning": Tuning()}):
+        assert configuration_problems(resolve_unchecked(config_of(tiny_moe, worker=GPU, **settings), spec)) == ()
 
 
 def test_a_kernel_below_the_rows_of_its_line_is_refused(tiny_moe):
@@ -191,6 +241,7 @@ def test_widths_that_the_mega_kernel_does_not_take_are_refused_before_anything_s
     [
         ({"max_bytes": 0}, "tuning.max_bytes=0"),
         ({"mega_capacities": [0]}, "tuning.mega_capacities=[0]"),
+        ({"mega_capacities": list(range(1, 12))}, "tuning.mega_capacities lists 11 numbers of rows, more than 10"),
         ({"table": []}, "tuning.table is empty"),
         ({"tabel": []}, "did you mean tuning.table"),
     ],

@@ -125,7 +125,10 @@ class PathChoice:
         cache = None if config.tuning.cache is None else TableCache(config.tuning.cache, self._group)
         key = self._key(left, layers)
         found = None if cache is None else cache.find(key)
-        if found is not None and not table_problems(found, config.worker.device, config.quantisation, config.capacity):
+        shapes = [layer.shape for layer in layers]
+        if found is not None and not table_problems(
+            found, config.worker.device, config.quantisation, config.capacity, shapes
+        ):
             return self._as_tabled(PathTable(found), layers, f"from tuning.cache={config.tuning.cache}")
         settled = self._by_measuring(left, layers)
         if cache is not None:
@@ -155,7 +158,10 @@ class PathChoice:
         if not paths:
             raise ConfigError(f"no path is left: {'; '.join(map(str, self._dropped.values()))}")
         copies = copy_bytes(layers, config.quantisation)
-        choice = choose(buckets, measured, self._costs(paths), copies, config.tuning.max_bytes)
+        try:
+            choice = choose(buckets, measured, self._costs(paths), copies, config.tuning.max_bytes)
+        except ConfigError as error:
+            raise ConfigError("; ".join([str(error), *map(str, self._dropped.values())])) from error
         kept = {name: paths[name] for name in map(PathName.parse, choice.table.names)}
         paths.clear()
         self._maker.keep_only(list(kept), self._group)

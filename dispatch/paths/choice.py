@@ -71,7 +71,7 @@ def choose(
         max_bytes: the bound.
 
     Raises:
-        ConfigError: no path that reaches every bucket fits; names the smallest that would.
+        ConfigError: no path that reaches every bucket fits, and what the smallest takes; or none reaches them.
     """
     fitting: list[tuple[bool, float, int, tuple[str, ...]]] = []
     smallest = math.inf
@@ -84,6 +84,8 @@ def choose(
             smallest = min(smallest, num_bytes)
             if num_bytes <= max_bytes:
                 fitting.append((max(slowdowns) <= _AS_FAST, sum(slowdowns), num_bytes, names))
+    if math.isinf(smallest):
+        raise ConfigError(f"none of the paths {', '.join(costs)} reaches {buckets[-1]} rows a rank")
     if not fitting:
         raise ConfigError(
             f"tuning.max_bytes={max_bytes} holds no path that reaches {buckets[-1]} rows a rank: set it to "

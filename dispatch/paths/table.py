@@ -4,8 +4,9 @@ Free of PyTorch: the driver checks a table that a user wrote before any actor st
 `runtime_max_tokens_per_rank`, which follows from the step plan, so all ranks take the same.
 """
 
+import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from ..buckets import decode_buckets, piecewise_buckets
@@ -15,6 +16,8 @@ from ..limits import ExpertsKind, Limits, QuantisationKind, step_widths
 from ..tuning import TableRow, Tuning
 
 _MEGA_CAPACITIES = (8, 64, 256, 1024)
+# One way to write each: a path's name is what its table, its members and its memory are found by.
+_MEGA = re.compile(r"mega@([1-9][0-9]{0,8})")
 
 
 class PathName(NamedTuple):
@@ -47,12 +50,12 @@ class PathName(NamedTuple):
         Raises:
             ConfigError: not the name of a path.
         """
-        kind, _, capacity = text.partition("@")
-        if kind == "mega" and capacity.isdecimal() and int(capacity) > 0:
-            return cls.mega(int(capacity))
+        mega = _MEGA.fullmatch(text)
+        if mega is not None:
+            return cls.mega(int(mega[1]))
         dispatch, _, experts = text.partition("+")
         if not dispatch or not experts:
-            raise ConfigError(f"path {text!r} is neither DISPATCH+EXPERTS nor mega@CAPACITY")
+            raise ConfigError(f"path {text!r} is neither DISPATCH+EXPERTS nor mega@CAPACITY, like mega@64")
         return cls(dispatch, experts)
 
 
@@ -133,9 +136,17 @@ def candidate_paths(
 
 
 def table_problems(
-    rows: Sequence[TableRow], device: str, quantisation: QuantisationKind, capacity: int
+    rows: Sequence[TableRow], device: str, quantisation: QuantisationKind, capacity: int, shapes: Sequence[str]
 ) -> tuple[str, ...]:
-    """What is wrong with a table that was not measured here, each with its value and what would be right."""
+    """What is wrong with a table that was not measured here, each with its value and what would be right.
+
+    Args:
+        rows: of the table.
+        device: `cpu` or `cuda`.
+        quantisation: in which experts are computed.
+        capacity: the most rows a rank that a step has.
+        shapes: of the model's MoE layers, as `shape_of` writes them.
+    """
     problems: list[str] = []
     known = available_paths(device, quantisation)
     for row in rows:
@@ -162,7 +173,24 @@ def table_problems(
                 f"tuning.table ends at {bounds[-1]} rows for {shape or 'all layers'}, and a step may have {capacity}: "
                 f"add a row for {capacity}"
             )
-    return tuple(problems)
+    return (*problems, *_shape_problems(dict.fromkeys(row.shape for row in rows), dict.fromkeys(shapes)))
+
+
+def _shape_problems(tabled: Collection[str], shapes: Collection[str]) -> list[str]:
+    """Rows that no layer would take, and layers that would take none."""
+    known = ", ".join(map(repr, shapes))
+    problems = [
+        f"tuning.table: no MoE layer of this model has shape {shape!r}: use one of {known}, or leave shape out for all"
+        for shape in tabled
+        if shape and shape not in shapes
+    ]
+    left = [shape for shape in shapes if shape not in tabled]
+    if left and "" not in tabled:
+        problems.append(
+            f"tuning.table has no rows for MoE layers of shape {', '.join(map(repr, left))}: add them, or rows without "
+            "a shape for all that have none"
+        )
+    return problems
 
 
 def measured_rows(limits: Limits, layout: Layout, capacity: int) -> tuple[int, ...]:

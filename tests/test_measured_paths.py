@@ -180,6 +180,25 @@ def test_a_cache_that_rank_0_cannot_read_is_refused_on_every_rank(gang, tmp_path
     assert f"tuning.cache='{file}' cannot be read" in messages[0]
 
 
+def without_a_home(engine: RankEngine, path: str) -> str:
+    """What is refused where the ranks but the first run as a user without a home folder."""
+
+    def homeless(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    with ExitStack() as faults:
+        if engine.rank > 0:
+            faults.enter_context(replaced(Path, "expanduser", homeless))
+        return refusal_of(engine, {"cache": path})
+
+
+def test_only_rank_0_needs_to_find_the_cache(gang, tmp_path):
+    assert gang.call(without_a_home, str(tmp_path / "mine.json"), deadline_s=WITHIN_S) == ["nothing was refused"] * 2
+    messages = gang.call(without_a_home, "~no-such-user/mine.json", deadline_s=WITHIN_S)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("tuning.cache='~no-such-user/mine.json' cannot be read: ")
+
+
 def test_a_pinned_table_above_the_bound_is_refused_on_every_rank(gang):
     messages = gang.call(refusal_of, {"table": MIXED, "max_bytes": 100})
     assert messages[0] == messages[1]
@@ -262,6 +281,26 @@ def test_a_rank_that_fails_while_all_tune_keeps_nobody_waiting(faulty_rank, gang
     for names, lines in gang.call(failing_while_it_tunes, faulty_rank, deadline_s=WITHIN_S):
         assert names == ("alltoall+torch",)
         assert f"allgather+torch dropped on all ranks: rank {faulty_rank}: RuntimeError: no tile runs" in lines
+
+
+def out_of_reach(engine: RankEngine) -> str:
+    """What is refused where no path that is left reaches the largest step."""
+
+    def microseconds(timer: LayerTimer, path: ExpertPath, layer: MoeLayer, num_rows: int) -> float:
+        if path.name == "alltoall":
+            raise RuntimeError("out of memory")
+        return 1.0 if num_rows < BUCKETS[-1] else float("inf")
+
+    with replaced(LayerTimer, "microseconds", microseconds):
+        return refusal_of(engine, {})
+
+
+def test_where_no_path_reaches_the_largest_step_the_dropped_ones_are_named(gang):
+    for message in gang.call(out_of_reach, deadline_s=WITHIN_S):
+        assert message == (
+            "none of the paths allgather+torch reaches 16 rows a rank; "
+            "alltoall+torch dropped on all ranks: rank 0: RuntimeError: out of memory"
+        )
 
 
 def pinned_but_refused(engine: RankEngine) -> str:

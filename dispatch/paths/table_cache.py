@@ -10,6 +10,8 @@ from ..errors import ConfigError
 from ..probe import HostGroup
 from ..tuning import TableRow
 
+# What a path, its home folder and its content may raise.
+_FILE_ERRORS = (OSError, RuntimeError, ValueError, msgspec.DecodeError)
 _LIBRARIES = ("torch", "flashinfer-python", "quack-kernels", "nvidia-cutlass-dsl")
 
 
@@ -29,7 +31,7 @@ class TableCache:
     """
 
     def __init__(self, path: str, group: HostGroup):
-        self._path = Path(path).expanduser()
+        self._path = path
         self._group = group
 
     def find(self, key: str) -> tuple[TableRow, ...] | None:
@@ -58,24 +60,26 @@ class TableCache:
     def _read_row(self, key: str) -> "_Found":
         try:
             return _Found(self._read().get(key))
-        except (OSError, msgspec.DecodeError) as error:
-            problem = f"tuning.cache={str(self._path)!r} cannot be read: {error}; remove it, or name another file"
+        except _FILE_ERRORS as error:
+            problem = f"tuning.cache={self._path!r} cannot be read: {error}; remove it, or name another file"
             return _Found(problem=problem)
 
     def _read(self) -> dict[str, tuple[TableRow, ...]]:
-        if not self._path.exists():
+        path = Path(self._path).expanduser()
+        if not path.exists():
             return {}
-        return msgspec.json.decode(self._path.read_bytes(), type=dict[str, tuple[TableRow, ...]])
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, tuple[TableRow, ...]])
 
     def _write(self, key: str, rows: tuple[TableRow, ...]) -> str | None:
         try:
             tables = self._read() | {key: rows}
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+            path = Path(self._path).expanduser()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_name(f"{path.name}.{os.getpid()}")
             unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(tables), indent=1))
-            unfinished.replace(self._path)
-        except (OSError, msgspec.DecodeError) as error:
-            return f"tuning.cache={str(self._path)!r} cannot be written: {error}; name a file that can be"
+            unfinished.replace(path)
+        except _FILE_ERRORS as error:
+            return f"tuning.cache={self._path!r} cannot be written: {error}; name a file that can be"
         return None
 
 

@@ -81,8 +81,18 @@ class LockstepRank:
         return frozen
 
     def end(self) -> int:
-        """Leave capture mode; returns the depth that is left, which must be 0 on every rank."""
+        """Leave capture mode; returns the depth that is left, 0, for the driver to compare.
+
+        Raises:
+            GeometryError: another capture is still open, also where it is on every rank alike: what was recorded then
+                is of a depth that no step has.
+        """
         self.mode.leave(CAPTURE_OWNER)
+        if self.mode.is_on:
+            raise GeometryError(
+                f"rank {self._rank} is {self.mode.depth} deep in capture mode after the last recording, and has to be "
+                "out of it"
+            )
         return self.mode.depth
 
     def commit(self, plan: CapturePlan) -> int:

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import psutil
@@ -202,6 +202,17 @@ def test_a_disagreement_at_capture_reaches_everyone_and_is_mended(field, pool, r
         assert f"{sentence} ({listed(world_size, alike, 1, other)})" in message
         states = [on_rank(pool, rank, capture_state) for rank in range(world_size)]
         assert states == [(message, 0, 0)] * world_size
+    assert_whole_again(pool, references["qwen3_moe"])
+
+
+def test_capture_mode_that_every_rank_leaves_on_is_an_error_everywhere(pool, references):
+    ranks = range(pool.rank_config.layout.world_size)
+    with ExitStack() as faults:
+        for rank in ranks:
+            faults.enter_context(fault_on(pool, rank, capture_mode_left_on))
+        message = failed_recapture(pool, GeometryError)
+        assert "is 1 deep in capture mode after the last recording, and has to be out of it" in message
+        assert [on_rank(pool, rank, capture_state)[1:] for rank in ranks] == [(0, 0)] * len(ranks)
     assert_whole_again(pool, references["qwen3_moe"])
 
 

@@ -76,6 +76,9 @@ class AllGatherDispatcher:
             first_expert=self._rank * num_local_experts,
         )
 
+    def close(self) -> None:
+        """Nothing: buffers go with the dispatcher."""
+
     def combine(self, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         geometry = dispatched.geometry
         parts = return_to_senders(y_RH, geometry, self._rank, self.buffers.returned, self._collectives)

@@ -78,6 +78,9 @@ class AllToAllDispatcher:
             returned_to=returned_to,
         )
 
+    def close(self) -> None:
+        """Nothing: buffers go with the dispatcher."""
+
     def combine(self, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         assert dispatched.returned_to is not None
         geometry = dispatched.geometry

@@ -6,9 +6,11 @@ A dispatcher takes the rows of one MoE layer to the ranks that own their experts
   experts a rank owns, and the order of layers. All of them follow from the step plan and the checkpoint, so a check on
   them fails on every rank alike, before the collective.
 - **May differ between ranks**: the rows themselves and their expert ids. Never their number beyond what the geometry
-  says: a rank brings exactly `geometry.num_rows_per_rank[rank]` rows, none included.
-- **Two collectives a layer**, one in `dispatch` and one in `combine`. Row counts come from the geometry; no collective
-  is spent on sizes and nothing is read back from a device.
+  says: a rank brings exactly `geometry.num_rows_per_rank[rank]` rows, none included. One that would bring others fails
+  alone, before it sends; its peers wait for it within their bounds, and its own report is what ends them.
+- **Two collectives a layer**, one in `dispatch` and one in `combine`; none in the pool of one rank. Row counts come
+  from the geometry; no collective is spent on sizes, and nothing is read back from a device, but for `alltoall`, which
+  is for CPUs.
 - **Expert ids** are global on the way in; a row that carries no token has `INVALID_EXPERT_ID` in every slot and costs
   the experts nothing. What `dispatch` returns is local ids plus `first_expert`; whatever is not in
   `[first_expert, first_expert + num_local_experts)` marks a slot with nothing to compute.
@@ -17,8 +19,9 @@ A dispatcher takes the rows of one MoE layer to the ranks that own their experts
 - **Every rank takes part in every call**, also with no rows of its own.
 - **Results do not depend on the dispatcher** beyond the order of floating-point sums; partial results of a row are
   summed in rank order, so a run repeats to the bit.
-- State between `dispatch` and `combine` travels in `Dispatched`; buffers are allocated once, at construction, from the
-  budget, and a `Dispatched` is valid until the next `dispatch` on the same dispatcher.
+- State between `dispatch` and `combine` travels in `Dispatched`, of FlashInfer's all-to-all as the `link` that keeps
+  it. Buffers are allocated once, at construction, from the budget, and a `Dispatched` is valid until the next
+  `dispatch` on the same dispatcher.
 """
 
 from dataclasses import dataclass
@@ -105,6 +108,10 @@ class Dispatcher(Protocol):
         Raises:
             GeometryError: before the collective, when `T` is not what the geometry says.
         """
+        ...
+
+    def close(self) -> None:
+        """Give back what all ranks have to give back together; collective over all ranks, none of which uses it."""
         ...
 
     def combine(self, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:

@@ -23,7 +23,12 @@ class KernelError(ExpertPoolError):
 
 
 class GeometryError(ExpertPoolError):
-    """Ranks disagree about a step. Raised on every rank alike, before any collective of that step."""
+    """Ranks disagree about a step, or one holds something else than all agreed on.
+
+    What follows from numbers that all ranks have is raised on every rank alike, before any collective of that step.
+    What one rank alone can see (its rows, its buffers, what its recording did) is raised there alone: it sends nothing
+    more, and the driver, which hears of it, ends the others or gives the capture up on all of them, with its reason.
+    """
 
 
 class RankError(ExpertPoolError):

@@ -28,5 +28,8 @@ class LocalDispatcher:
         row_format = RowFormat(x_TH.shape[1], expert_ids_TK.shape[1], x_TH.dtype, expert_weights_TK.dtype)
         return Dispatched(x_TH, expert_ids_TK, expert_weights_TK, geometry, row_format)
 
+    def close(self) -> None:
+        """Nothing is held."""
+
     def combine(self, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         return y_RH

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..contract import Dispatched
-from ..errors import ConfigError, GeometryError
+from ..errors import ConfigError
 from ..probe import HostGroup
 from .checks import refuse_unsupported
 from .local_experts import LocalExperts
@@ -48,14 +48,11 @@ class Nvfp4Layer:
         return (self.first_expert + self.num_local) % self.num_experts
 
 
-def wrapper_settings(
-    layer: Nvfp4Layer, max_num_rows: int, records_graphs: bool, device: torch.device
-) -> dict[str, Any]:
-    """What `CuteDslMoEWrapper` is made with for a layer.
+def wrapper_settings(layer: Nvfp4Layer, records_graphs: bool, device: torch.device) -> dict[str, Any]:
+    """What `CuteDslMoEWrapper` is made with for a layer; it sizes its buffers by the rows of each call.
 
     Args:
         layer: its sizes.
-        max_num_rows: rows that reach this rank at most, from the budget.
         records_graphs: whether steps are recorded; only then does the wrapper hold streams and events for it.
         device: this rank's GPU.
     """
@@ -65,7 +62,6 @@ def wrapper_settings(
         "hidden_size": layer.hidden_size,
         "intermediate_size": layer.intermediate_size,
         "use_cuda_graph": records_graphs,
-        "max_num_tokens": max_num_rows,
         "num_local_experts": layer.num_local,
         "local_expert_offset": layer.first_expert,
         "sf_vec_size": _SCALE_BLOCK,
@@ -99,7 +95,6 @@ class Nvfp4Experts:
 
     Args:
         rank: this rank.
-        max_num_rows: rows that reach this rank at most, from the budget; equal on every rank.
         records_graphs: whether steps are recorded; equal on every rank.
         device: this rank's GPU.
 
@@ -111,12 +106,11 @@ class Nvfp4Experts:
     num_bytes = 0
     tuning = ""
 
-    def __init__(self, rank: int, max_num_rows: int, records_graphs: bool, device: torch.device):
+    def __init__(self, rank: int, records_graphs: bool, device: torch.device):
         problem = architecture_problem(torch.cuda.get_device_capability(device))
         if problem is not None:
             raise ConfigError(f"quantisation='nvfp4' cannot run here: {problem}; set quantisation to 'none' or 'fp8'")
         self._rank = rank
-        self._max_num_rows = max_num_rows
         self._records_graphs = records_graphs
         self._device = device
         self._layers: dict[int, tuple[Nvfp4Layer, Any, dict[str, torch.Tensor]]] = {}
@@ -141,7 +135,7 @@ class Nvfp4Experts:
                 intermediate_size=intermediate_size,
                 nvfp4_4over6=None,
             )
-            settings = wrapper_settings(layer, self._max_num_rows, self._records_graphs, self._device)
+            settings = wrapper_settings(layer, self._records_graphs, self._device)
             self._layers[id(experts)] = (layer, CuteDslMoEWrapper(**settings), view)
 
     def prepare(self, group: HostGroup | None) -> None:
@@ -154,21 +148,11 @@ class Nvfp4Experts:
         torch.cuda.synchronize(self._device)
 
     def run(self, experts: LocalExperts, dispatched: Dispatched) -> torch.Tensor:
-        """See `ExpertBackend.run`.
-
-        Raises:
-            GeometryError: more rows than the budget allows.
-        """
-        num_rows = dispatched.x_RH.shape[0]
-        if num_rows > self._max_num_rows:
-            raise GeometryError(
-                f"{num_rows} rows reached the experts, which were made for {self._max_num_rows}: "
-                "raise limits.max_dispatch_tokens_per_rank"
-            )
-        if num_rows == 0:
+        """See `ExpertBackend.run`."""
+        if dispatched.x_RH.shape[0] == 0:
             return dispatched.x_RH
         layer = self._layers[id(experts.module)][0]
-        # Dispatched ids count from `first_expert`; FlashInfer's count over all ranks.
+        # Dispatched ids count from the dispatcher's `first_expert`, which may be 0; FlashInfer's count over all ranks.
         ids_RK = dispatched.local_ids_RK
         ids_RK = torch.where(ids_RK >= 0, ids_RK + layer.first_expert, ids_RK)
         y_RH = self._run(id(experts.module), dispatched.x_RH, ids_RK, dispatched.expert_weights_RK)

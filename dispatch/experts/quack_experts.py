@@ -45,7 +45,7 @@ class QuackExperts:
         device: this rank's GPU.
 
     Raises:
-        ConfigError: another architecture than SM90, or no QuACK that is known.
+        ConfigError: another architecture than SM90, or what `QuackGemms` refuses.
     """
 
     name = "QuACK CuTe DSL grouped GEMM pair, bf16"

@@ -39,7 +39,8 @@ class QuackGemms:
     """The two GEMMs of gated experts. What a call compiles is kept by QuACK, in memory and on disk.
 
     Raises:
-        ConfigError: QuACK is not installed, or is one whose insides this module does not know.
+        ConfigError: QuACK is not installed; or CuTe DSL is outside site-packages, and QuACK not the version whose
+            insides this module knows.
     """
 
     def __init__(self) -> None:

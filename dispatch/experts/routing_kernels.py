@@ -106,8 +106,8 @@ def sort_pairs(
     """Sort the pairs of this rank's experts; one kernel, no value read back.
 
     Args:
-        expert_ids_RK: `[R, K]` int32, rows of any stride; ids outside `[first_expert, first_expert + num_local)` are
-            not this rank's.
+        expert_ids_RK: `[R, K]` int32 or int64, rows of any stride; ids outside
+            `[first_expert, first_expert + num_local)` are not this rank's.
         first_expert: id of this rank's first expert.
         num_local: experts this rank owns, `E`.
         offsets: `[E + 1]` int32, written: where each expert's pairs start, and their number.

@@ -5,14 +5,13 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
 from ..allgather import AllGatherDispatcher
 from ..alltoall import AllToAllDispatcher
-from ..budget import ExchangeBudget, RowFormat, exchange_rows
+from ..budget import ExchangeBudget, RowFormat
 from ..collectives import Collectives
 from ..contract import Dispatcher
 from ..errors import ConfigError
@@ -34,15 +33,6 @@ from .table import PathName
 
 # The first architecture of which whole racks are one NVLink domain.
 _NVLINK_BETWEEN_HOSTS = 10
-
-
-@runtime_checkable
-class Closable(Protocol):
-    """What holds memory that all ranks have to give back together."""
-
-    def close(self) -> None:
-        """Give it back; collective over all ranks, none of which uses it any more."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -151,9 +141,7 @@ class PathMaker:
     def keep_only(self, names: Sequence[PathName], group: HostGroup) -> None:
         """Give up what none of these paths uses; collective over all ranks, which are `group`."""
         for kind in [kind for kind in self._dispatchers if kind not in {name.dispatch for name in names}]:
-            dispatcher = self._dispatchers.pop(kind)
-            if isinstance(dispatcher, Closable):
-                dispatcher.close()
+            self._dispatchers.pop(kind).close()
         for kind in [kind for kind in self._experts if kind not in {name.experts for name in names}]:
             del self._experts[kind]
         self.kernels.keep_only({name.capacity for name in names if name.capacity is not None}, group)
@@ -161,8 +149,7 @@ class PathMaker:
     def _backend(self, kind: str) -> ExpertBackend:
         if kind != "nvfp4":
             return make_experts(kind, self.pair_budget, self.device)
-        max_num_rows = exchange_rows(self.layout, self.budget.capacity)
-        return Nvfp4Experts(self.rank, max_num_rows, self.records_graphs, self.device)
+        return Nvfp4Experts(self.rank, self.records_graphs, self.device)
 
     def _dispatcher(self, kind: str) -> Dispatcher:
         if kind != "flashinfer":

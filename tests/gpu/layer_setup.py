@@ -268,7 +268,7 @@ def dispatched(layer: Layer, dispatch: str, experts: str, capacity: int) -> Buil
     if path.tuning:
         world.say(f"  tuned in {time.perf_counter() - started:.1f} s: {path.tuning}")
 
-    return Built(path, layer.local, getattr(dispatcher, "close", lambda: None))
+    return Built(path, layer.local, dispatcher.close)
 
 
 class CoarseKernels(MegaKernels):

@@ -84,18 +84,13 @@ class ExchangeBudget:
 
 
 def largest_forward(limits: Limits) -> Bound:
-    """Tokens of the largest forward of one DP rank, by the rule of `cutedsl_moe_max_num_tokens`."""
-    prefill = Bound(limits.resolved_max_prefill_tokens, _max_prefill_term(limits))
-    return _largest(prefill, _piecewise_bound(limits), _decode_bound(limits))
-
-
-def cutedsl_moe_max_num_tokens(limits: Limits) -> int:
-    """Tokens that CuTe DSL experts and gather buffers are made for, per DP rank.
+    """Tokens of the largest forward of one DP rank, which CuTe DSL experts and gather buffers are made for.
 
     The largest of `max_prefill_tokens`, the piecewise bound where prefill graphs are on, and the larger of the graph
-    batch and `max_running_requests` times tokens per request.
+    batch and `max_running_requests` times tokens per request; the `cutedsl_moe_max_num_tokens` of engines.
     """
-    return largest_forward(limits).value
+    prefill = Bound(limits.resolved_max_prefill_tokens, _max_prefill_term(limits))
+    return _largest(prefill, _piecewise_bound(limits), _decode_bound(limits))
 
 
 def largest_step(limits: Limits) -> Bound:

@@ -18,22 +18,10 @@ from .budget import (
     prefill_setting,
     required_dispatch_tokens,
 )
-from .errors import ConfigError
 from .layout import Layout
 from .limits import ALL_TO_ALL_KINDS, ExpertsKind, Limits, tokens_per_request
 
 CAPACITY_VARIABLE = "EXPERT_POOL_MAX_DISPATCH_TOKENS_PER_RANK"
-
-
-def check_budgets(limits: Limits, layout: Layout, dispatch: str, experts: ExpertsKind = "torch") -> None:
-    """Refuse limits under which a step could exceed a buffer; see `budget_problems`.
-
-    Raises:
-        ConfigError: naming every problem.
-    """
-    problems = budget_problems(limits, layout, dispatch, experts)
-    if problems:
-        raise ConfigError("; ".join(problems))
 
 
 def budget_problems(limits: Limits, layout: Layout, dispatch: str, experts: ExpertsKind = "torch") -> tuple[str, ...]:

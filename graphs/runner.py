@@ -151,11 +151,6 @@ class GraphRunner:
         assert finished is not None, "a runner without finish"
         return finished[:num_due]
 
-    def run_padded(self, entry: CaptureEntry, values: Mapping[str, torch.Tensor], num_due: int) -> torch.Tensor:
-        """The same step with the same padding, run directly; what a replay must equal to the bit."""
-        self._take(entry, values)
-        return self._step_on_views(entry)[:num_due]
-
     def _padded_step(self, entry: CaptureEntry) -> Callable[[], torch.Tensor]:
         """The step on an empty batch: all padding, as an idle rank runs it."""
         self._take(entry, {})

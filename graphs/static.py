@@ -8,8 +8,6 @@ import torch
 from ..dispatch.errors import GeometryError
 from .record import BufferShape
 
-_POISON_INTEGER = -(2**30)
-
 
 @dataclass(frozen=True)
 class BufferSpec:
@@ -94,8 +92,3 @@ class StaticBuffers:
                 if columns is not None and columns < view.shape[1]:
                     view[:num_rows, columns:] = self._specs[name].padding
             view[num_rows:] = self._specs[name].padding
-
-    def poison(self) -> None:
-        """Overwrite everything with values that would be noticed: NaN, and ids far out of range."""
-        for tensor in self._tensors.values():
-            tensor.fill_(float("nan") if tensor.is_floating_point() else _POISON_INTEGER)

@@ -14,7 +14,7 @@ from expert_pool.workers.kv_cache import PADDING_BLOCK, PADDING_SLOT, KvCache
 from models import VOCAB_SIZE
 from plain_ranks import RankGang
 from rank_insides import target_of
-from test_replay import CLOSE, compare_replays, poison_buffers
+from test_replay import CLOSE, compare_replays, poison_buffers, run_padded
 
 FULL_MATRIX = os.environ.get("EXPERT_POOL_FULL_MATRIX") == "1"
 MAX_REQUESTS, DRAFT_TOKENS, DRAFT_STEPS, TOP_K = 4, 3, 2, 2
@@ -154,7 +154,7 @@ def compare_draft_replays(engine: RankEngine, kind: str, steps: Sequence[tuple[i
             replayed, replayed_cache = runner.replay(entry, values, num_due).clone(), caches.draft()
             untouched = caches.target_is_untouched()
             caches.restore(padding=0.0)
-            padded, padded_cache = runner.run_padded(entry, values, num_due).clone(), caches.draft()
+            padded, padded_cache = run_padded(runner, entry, values, num_due).clone(), caches.draft()
             caches.restore(padding=0.0)
             tokens = tuple(max(1, other * entry.tokens_per_request) for other in counts)
             geometry = StepGeometry.eager(layout, tokens, capacity=engine.config.capacity)

@@ -11,9 +11,9 @@ from expert_pool.cluster import CacheConfig, GeometryError, Limits, PoolConfig, 
 from expert_pool.dispatch.budget import (
     ExchangeBudget,
     RowFormat,
-    cutedsl_moe_max_num_tokens,
     dispatch_capacity,
     exchange_budget,
+    largest_forward,
 )
 from expert_pool.dispatch.counts import CountTensors
 from expert_pool.dispatch.experts.local_experts import LocalExperts
@@ -234,7 +234,7 @@ def test_count_tensors_are_int32_and_are_filled_in_place():
     st.data(),
 )
 def test_h11_all_gather_buffers_hold_what_all_dp_ranks_together_may_bring(limits, layout, data):
-    largest, capacity = cutedsl_moe_max_num_tokens(limits), dispatch_capacity(limits, layout, "allgather")
+    largest, capacity = largest_forward(limits).value, dispatch_capacity(limits, layout, "allgather")
     counts = data.draw(st.lists(st.integers(1, largest), min_size=layout.dp_size, max_size=layout.dp_size))
     budget = exchange_budget(limits, layout, [ROW], capacity=capacity)
     for mode in PaddingMode:

@@ -19,7 +19,15 @@ from typing import Any
 
 import click
 
-PATH_NAMES = ("allgather+torch", "flashinfer+torch", "flashinfer+cutedsl", "mega", "mega-fp8", "mega-fp8-blockwise")
+PATH_NAMES = (
+    "allgather+torch",
+    "flashinfer+torch",
+    "flashinfer-mixed+torch",
+    "flashinfer+cutedsl",
+    "mega",
+    "mega-fp8",
+    "mega-fp8-blockwise",
+)
 CPU_PATH_NAMES = ("allgather+torch", "alltoall+torch")
 BENCH_ONLY = ("auto", "bare", "transformers")
 

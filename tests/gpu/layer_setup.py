@@ -238,8 +238,15 @@ class Built:
         return self.path.run(self.experts, inputs.x, inputs.ids, inputs.weights, geometry)
 
 
-def dispatched(layer: Layer, dispatch: str, experts: str, capacity: int) -> Built:
-    """A dispatcher with an expert backend behind it."""
+def dispatched(layer: Layer, dispatch: str, experts: str, capacity: int, others: tuple[int, ...] = ()) -> Built:
+    """A dispatcher with an expert backend behind it.
+
+    Args:
+        layer: of a world.
+        dispatch, experts: kinds.
+        capacity: rows a rank.
+        others: experts of further layers that FlashInfer's dispatcher is made for, of rows of the same format.
+    """
     world, size = layer.world, layer.size
     row_format = RowFormat(size.hidden, size.top_k, torch.bfloat16, torch.float32)
     shape = ExpertShape(size.hidden, size.intermediate, size.top_k, layer.num_local)
@@ -255,7 +262,7 @@ def dispatched(layer: Layer, dispatch: str, experts: str, capacity: int) -> Buil
             world.layout,
             world.rank,
             capacity,
-            [(size.experts, row_format)],
+            [(num_experts, row_format) for num_experts in (size.experts, *others)],
             60,
             world.device,
         )
@@ -320,6 +327,9 @@ PATHS: dict[str, Callable[[Layer, int], Built]] = {
     "allgather+torch": lambda layer, capacity: dispatched(layer, "allgather", "torch", capacity),
     "allgather+cutedsl": lambda layer, capacity: dispatched(layer, "allgather", "cutedsl", capacity),
     "flashinfer+torch": lambda layer, capacity: dispatched(layer, "flashinfer", "torch", capacity),
+    "flashinfer-mixed+torch": lambda layer, capacity: dispatched(
+        layer, "flashinfer", "torch", capacity, (2 * layer.size.experts,)
+    ),
     "flashinfer+cutedsl": lambda layer, capacity: dispatched(layer, "flashinfer", "cutedsl", capacity),
     "mega": lambda layer, capacity: mega(layer, "none", capacity),
     "mega-fp8": lambda layer, capacity: mega(layer, "fp8", capacity),

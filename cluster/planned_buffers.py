@@ -92,11 +92,13 @@ def _exchange_buffers(config: RankConfig, budget: ExchangeBudget) -> list[Planne
 
 def _flashinfer_workspace(config: RankConfig, formats: list[RowFormat]) -> PlannedBuffer:
     ep_size = config.layout.world_size
+    num_formats = len({(one.hidden_size, one.top_k, one.dtype) for one in formats})
+    made_of = _rows_of(config, config.capacity)
     return PlannedBuffer(
         "dispatch: FlashInfer workspace",
         exchange_rows(config.layout, config.capacity),
         flashinfer_workspace_bytes(ep_size, config.capacity, formats),
-        _rows_of(config, config.capacity),
+        made_of if num_formats == 1 else f"{made_of}, for each of {num_formats} row formats",
     )
 
 

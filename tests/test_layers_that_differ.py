@@ -3,7 +3,10 @@
 from collections.abc import Iterator
 
 import pytest
-from expert_pool.cluster import CacheConfig, Limits, PoolConfig
+from expert_pool.cluster import CacheConfig, Limits, PoolConfig, WorkerConfig
+from expert_pool.cluster.config import resolve_unchecked
+from expert_pool.cluster.planned_buffers import planned_buffers
+from expert_pool.dispatch.workspace import flashinfer_workspace_bytes
 from expert_pool.workers.checkpoint import absent_expert_weights, check_weights
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.exchange_sizes import row_formats
@@ -53,6 +56,17 @@ def test_a_model_is_described_layer_by_layer(family, random_models):
     assert [layer.name for layer in spec.moe] == [f"model.layers.{n}.mlp.experts" for n in range(len(spec.moe))]
     assert spec.hidden_size == 64
     check_weights(spec)
+
+
+def test_h15_a_plan_has_a_flashinfer_workspace_for_each_row_format(random_models):
+    spec = inspect_model(random_models["test_latent_moe"])
+    config = PoolConfig(model=spec.path, ranks=2, dispatch="flashinfer", worker=WorkerConfig(device="cuda"))
+    resolved = resolve_unchecked(config, spec)
+    [planned] = [buffer for buffer in planned_buffers(resolved) if "FlashInfer" in buffer.name]
+    first, second, _ = row_formats(spec)
+    alone = [flashinfer_workspace_bytes(2, resolved.capacity, [row_format]) for row_format in (first, second)]
+    assert planned.num_bytes == sum(alone)
+    assert planned.made_of == "ep_size 2 x capacity 4096, for each of 2 row formats"
 
 
 def exchange_of(engine: RankEngine) -> tuple[int, int] | None:

@@ -18,7 +18,7 @@ import ray
 import torch
 from click.testing import CliRunner
 from expert_pool.cluster.cli import main
-from models import FAMILIES, LAYERS_DIFFER, save_random_model
+from models import ALL_FAMILIES, save_random_model
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -53,10 +53,9 @@ def tiny_moe() -> str:
 def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A small random checkpoint of each family, in Hugging Face format."""
     folder = tmp_path_factory.mktemp("models")
-    families = (*FAMILIES, *LAYERS_DIFFER)
-    for family in families:
+    for family in ALL_FAMILIES:
         save_random_model(family, folder / family)
-    return {family: str(folder / family) for family in families}
+    return {family: str(folder / family) for family in ALL_FAMILIES}
 
 
 class Reference:

@@ -12,7 +12,9 @@ from transformers import (
     HunYuanMoEV1Config,
     MixtralConfig,
     OlmoeConfig,
+    PhimoeConfig,
     PreTrainedConfig,
+    Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
 
@@ -145,6 +147,37 @@ def _latent_moe(**sizes: Any) -> PreTrainedConfig:
     return LatentMoeConfig(**settings)
 
 
+def _qwen2_moe(**sizes: Any) -> PreTrainedConfig:
+    """Two layers with a sliding window, then one without."""
+    settings = {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "intermediate_size": 64,
+        "shared_expert_intermediate_size": 32,
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        **COMMON,
+    } | sizes
+    return Qwen2MoeConfig(**settings)
+
+
+def _phimoe(**sizes: Any) -> PreTrainedConfig:
+    settings = {
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 64,
+        "sliding_window": 8,
+        **COMMON,
+    } | sizes
+    return PhimoeConfig(**settings)
+
+
 FAMILIES = {
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,
@@ -154,6 +187,9 @@ FAMILIES = {
 }
 # Families whose MoE layers are not all of one shape.
 LAYERS_DIFFER = {"hunyuan_v1_moe": _hunyuan_v1_moe, "test_latent_moe": _latent_moe}
+# Families that do not tell their attention of its window: only the masks that they build have it.
+WINDOW_IN_MASK = {"qwen2_moe": _qwen2_moe, "phimoe": _phimoe}
+ALL_FAMILIES = {**FAMILIES, **LAYERS_DIFFER, **WINDOW_IN_MASK}
 
 
 def save_random_model(
@@ -166,14 +202,14 @@ def save_random_model(
     """Write a random checkpoint, in several shards; biases and sinks are random too, so that they count.
 
     Args:
-        family: one of `FAMILIES` or `LAYERS_DIFFER`.
+        family: one of `ALL_FAMILIES`.
         folder: where to.
         max_shard_size: as Transformers takes it.
         dtype: of the weights.
         sizes: settings of the family's configuration that differ from those above.
     """
     torch.manual_seed(len(family))
-    model = AutoModelForCausalLM.from_config({**FAMILIES, **LAYERS_DIFFER}[family](**sizes), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(ALL_FAMILIES[family](**sizes), dtype=torch.float32)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "bias" in name or "sinks" in name:
             torch.nn.init.normal_(tensor, std=0.2)

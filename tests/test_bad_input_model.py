@@ -8,22 +8,28 @@ from typing import Any
 
 import pytest
 import torch
+from expert_pool.workers import inspection
 from models import COMMON, FAMILIES
 from safetensors.torch import load_file, save_file
 from transformers import (
     BertConfig,
     DbrxConfig,
+    DeepseekV4Config,
+    InklingTextConfig,
     JambaConfig,
     LlamaConfig,
+    MiniMaxM3VLTextConfig,
     PreTrainedConfig,
     Qwen3Config,
     Qwen3NextConfig,
     SwitchTransformersConfig,
+    ZayaConfig,
 )
 
 INDEX = "model.safetensors.index.json"
 Weights = dict[str, torch.Tensor]
 EXPERT = "model.layers.1.mlp.experts.5"
+STATEFUL: dict[str, Any] = {"num_hidden_layers": 4, "num_key_value_heads": 2, **COMMON}
 
 
 @pytest.fixture
@@ -101,9 +107,16 @@ def test_a_config_that_cannot_be_read(content, said_of, tmp_path):
         (SwitchTransformersConfig(), "'switch_transformers' is not a causal language model"),
         (
             Qwen3NextConfig(num_hidden_layers=4, **COMMON),
-            "layers [0, 1, 2] of the family 'qwen3_next' do not go through Transformers' attention interface",
+            "'qwen3_next' with this config.json cannot be served: layers [0, 1, 2] keep a state of requests",
         ),
-        (JambaConfig(num_hidden_layers=4, **COMMON), "of the family 'jamba' do not go through Transformers' attention"),
+        (JambaConfig(num_hidden_layers=4, **COMMON), "the paged KV cache has no place for (LinearAttentionLayer in"),
+        (InklingTextConfig(**STATEFUL), "[0, 1, 2, 3] keep a state of requests that the paged KV cache has no place"),
+        (ZayaConfig(**STATEFUL), "[0, 1, 2, 3] keep a state of requests that the paged KV cache has no place for"),
+        (DeepseekV4Config(**STATEFUL), "(DeepseekV4CSACache, DeepseekV4HCACache in Transformers)"),
+        (
+            MiniMaxM3VLTextConfig(layer_types=["full_attention", *["minimax_m3_sparse"] * 3], **STATEFUL),
+            "[1, 2, 3] keep a state of requests that the paged KV cache has no place for",
+        ),
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
 )
@@ -113,7 +126,27 @@ def test_a_family_that_cannot_be_served(config, complaint, said_of, config_folde
 
 def test_a_family_that_cannot_be_served_is_not_planned_either(refused, config_folder):
     folder = config_folder(Qwen3NextConfig(num_hidden_layers=4, **COMMON))
-    assert "linear attention or state space layers" in refused("plan", "--model", folder, "--ranks", "2")
+    assert "layers [0, 1, 2] keep a state of requests" in refused("plan", "--model", folder, "--ranks", "2")
+
+
+def test_what_an_attention_takes_and_ours_does_not_know(said_of, config_folder, monkeypatch):
+    """Were its convolutions no matter, Inkling's bias by position would be."""
+    monkeypatch.setattr(inspection, "refuse_other_state", lambda config: None)
+    said = said_of(config_folder(InklingTextConfig(**STATEFUL)))
+    assert "its attention takes position_bias=, which attention over a paged cache has not" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"pad_token_id": 151643}, "AssertionError: Padding_idx must be within num_embeddings"),
+        ({"head_dim": None, "num_attention_heads": 0}, "ZeroDivisionError"),
+    ],
+)
+def test_a_config_that_no_model_can_be_made_from(settings, complaint, said_of, config_folder):
+    said = said_of(config_folder(FAMILIES["qwen3_moe"](), **settings))
+    assert "no model of the family 'qwen3_moe' can be made from its config.json" in said
+    assert complaint in said
 
 
 def test_a_family_without_an_expert_parallel_plan(said_of, config_folder, monkeypatch):

@@ -84,11 +84,7 @@ def attended(name: str, contexts: list[int], padded_to: int, num_rows: int, pois
     outputs = []
     for make in (lambda c: SdpaAttention(c, CPU), lambda c: GatheredAttention(c, (shape,), MAX_BLOCKS * BLOCK, CPU)):
         batch = make(filled_cache(shape, inputs, poisoned)).batch(inputs, entry)
-        outputs.append(
-            batch.attend(
-                module, query, key, value, scaling=shape.scaling, sliding_window=shape.sliding_window, sinks=sinks
-            )
-        )
+        outputs.append(batch.attend(module, query, key, value, scaling=shape.scaling, sinks=sinks))
     assert isinstance(batch, GatheredBatch)
     return tuple(outputs)
 
@@ -136,7 +132,7 @@ def test_a_recorded_step_reads_no_length_on_the_host(monkeypatch):
     for name in ("tolist", "item", "__bool__", "__int__", "nonzero", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, refused)
     batch = attention.batch(inputs, CaptureEntry("decode", 4, 1))
-    batch.attend(SimpleNamespace(layer_idx=0), *tensors, scaling=0.25, sliding_window=5, sinks=torch.randn(8))
+    batch.attend(SimpleNamespace(layer_idx=0), *tensors, scaling=0.25, sinks=torch.randn(8))
 
 
 def test_graphs_that_would_gather_too_much_are_refused_and_the_others_reserved_for():

@@ -12,11 +12,17 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from ..dispatch.errors import CheckpointError
 from ..graphs.plan import CaptureEntry
 from .inputs import StepInputs
 from .kv_cache import KvCache
 
 ATTENTION_NAME = "expert_pool_paged"
+# What models hand their attention that changes nothing here: dropout is for training, positions are in queries and keys
+# already, and the others ask the model for further outputs.
+_WITHOUT_EFFECT = frozenset(
+    {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
+)
 
 
 def register_attention() -> None:
@@ -35,11 +41,24 @@ def _paged_attention(
     scaling: float,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
-    **_: Any,
+    **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
+    """The window is not taken from the argument, which not every family hands on: the batch has the layer's shape."""
     assert attention_mask is None, "the batch masks itself; a mask here means that Transformers built one for nothing"
-    output = paged.attend(module, query, key, value, scaling=scaling, sliding_window=sliding_window, sinks=s_aux)
-    return output, None
+    refuse_unknown_arguments(arguments)
+    return paged.attend(module, query, key, value, scaling=scaling, sinks=s_aux), None
+
+
+def refuse_unknown_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse what a family's attention needs and ours does not know, rather than attend without it.
+
+    Raises:
+        CheckpointError: names the argument.
+    """
+    for name, value in arguments.items():
+        is_known = value is None or name in _WITHOUT_EFFECT or (name == "is_causal" and value)
+        if not is_known:
+            raise CheckpointError(f"its attention takes {name}=, which attention over a paged cache has not")
 
 
 def layer_index(module: torch.nn.Module) -> int:
@@ -97,7 +116,10 @@ class SdpaAttention:
 
     def batch(self, inputs: StepInputs, entry: CaptureEntry | None) -> "PagedBatch":
         attending = attending_requests(
-            inputs.query_starts, inputs.query_lens, inputs.context_lens, inputs.block_tables.to(self._device)
+            inputs.query_starts,
+            inputs.query_lens,
+            inputs.context_lens,
+            inputs.block_tables.to(self._device),
         )
         return PagedBatch(self._cache, inputs.slots.to(self._device), attending)
 
@@ -157,11 +179,11 @@ class PagedBatch:
         value: torch.Tensor,
         *,
         scaling: float,
-        sliding_window: int | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """`[1, Hq, T, D]`, `[1, Hkv, T, D]`, `[1, Hkv, T, Dv]` -> `[1, T, Hq, Dv]`; what is added is written first."""
         layer = layer_index(module) if self._cache_layer is None else self._cache_layer
+        sliding_window = self._cache.shapes[layer].sliding_window
         if self._slots_T is not None:
             self._cache.write(layer, self._slots_T, key[0].transpose(0, 1), value[0].transpose(0, 1))
         output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])

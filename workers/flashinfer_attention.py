@@ -284,7 +284,6 @@ class FlashInferBatch:
         value: torch.Tensor,
         *,
         scaling: float,
-        sliding_window: int | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """`[1, Hq, T, D]`, `[1, Hkv, T, D]`, `[1, Hkv, T, D]` -> `[1, T, Hq, D]`; what is added is written first."""

@@ -93,14 +93,13 @@ class GatheredBatch:
         value: torch.Tensor,
         *,
         scaling: float,
-        sliding_window: int | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """`[1, Hq, T, D]`, `[1, Hkv, T, D]`, `[1, Hkv, T, Dv]` -> `[1, T, Hq, Dv]`; what is added is written first."""
         layer = layer_index(module)
         self._cache.write(layer, self._slots_T, key[0].transpose(0, 1), value[0].transpose(0, 1))
         num_requests = self._tables_BM.shape[0]
-        seen_BL = self._mask(sliding_window)
+        seen_BL = self._mask(self._cache.shapes[layer].sliding_window)
         keys, values = (self._gather(pages, seen_BL) for pages in self._cache.pages(layer))
         query_BHD = query[0].transpose(0, 1)[:num_requests]
         attended_BHD = _attend_all(query_BHD, keys, values, seen_BL, scaling, sinks)

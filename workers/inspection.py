@@ -1,8 +1,9 @@
 """What a model folder holds, found out without reading weights: shapes, sizes, dtype, and whether we can serve it.
 
-The model is built on the meta device and run once with two tokens, with recorders in the place of attention and
-experts. So shapes come from the model code itself, for every family alike, and a layer that does not go through
-the plug-in points is noticed before any actor starts.
+The model is built on the meta device and run with two tokens, with recorders in the place of attention, masks and
+experts (`ModelProbe`). So shapes come from the model code itself, for every family alike, and a layer that does not go
+through the plug-in points, or attends by more than keys and values of its own request, is noticed before any actor
+starts.
 """
 
 import json
@@ -15,9 +16,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from ..dispatch.errors import CheckpointError
-from ..dispatch.experts.checks import unsupported_traits
-from .attention import ATTENTION_NAME, layer_index, register_attention
-from .model_spec import AttentionShape, ModelSpec, MoeShape, digest_of_config
+from .attention import ATTENTION_NAME, register_attention
+from .model_probe import ModelProbe, refuse_other_state
+from .model_spec import ModelSpec, digest_of_config
 
 _PACKABLE_ROPE = ("default", "linear", "yarn", "llama3", "proportional")
 _EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -82,16 +83,27 @@ def inspect_model(path: str, dtype: str | None = None) -> ModelSpec:
     config = read_config(path)
     _refuse_unsupported_config(path, config)
     torch_dtype = resolve_dtype(config, dtype)
-    model = build_meta_model(config, torch_dtype)
+    try:
+        model = build_meta_model(config, torch_dtype)
+    except Exception as error:
+        raise CheckpointError(
+            f"model={path!r}: no model of the family {config.model_type!r} can be made from its config.json: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     plan = expert_parallel_plan(model)
     expert_modules = [name for name, style in plan.items() if style == "ep_dispatch_experts"]
     if not expert_modules:
         raise CheckpointError(
             f"model={path!r}: Transformers has no expert-parallel plan for the family {config.model_type!r}"
         )
-    recorder = _ShapeRecorder(model, expert_modules)
     try:
-        recorder.run()
+        refuse_other_state(config)
+        probe = ModelProbe(model, expert_modules)
+        probe.run()
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"model={path!r}: the family {config.model_type!r} with this config.json cannot be served: {error}"
+        ) from error
     except Exception as error:
         raise CheckpointError(
             f"model={path!r}: the family {config.model_type!r} does not run over packed batches: "
@@ -99,8 +111,8 @@ def inspect_model(path: str, dtype: str | None = None) -> ModelSpec:
         ) from error
     text_config = config.get_text_config()
     num_layers = text_config.num_hidden_layers
-    if sorted(recorder.attention) != list(range(num_layers)):
-        missing = sorted(set(range(num_layers)) - set(recorder.attention))
+    if sorted(probe.attention) != list(range(num_layers)):
+        missing = sorted(set(range(num_layers)) - set(probe.attention))
         raise CheckpointError(
             f"model={path!r}: layers {missing} of the family {config.model_type!r} do not go through Transformers' "
             "attention interface (linear attention or state space layers), which the paged KV cache needs"
@@ -116,8 +128,8 @@ def inspect_model(path: str, dtype: str | None = None) -> ModelSpec:
         hidden_size=model.get_input_embeddings().embedding_dim,
         context_length=text_config.max_position_embeddings,
         eos_token_ids=_eos_token_ids(path, config),
-        attention=tuple(recorder.attention[layer] for layer in range(num_layers)),
-        moe=tuple(recorder.moe),
+        attention=tuple(probe.attention[layer] for layer in range(num_layers)),
+        moe=tuple(probe.moe),
         dense_bytes=sum(sizes.values()) - expert_bytes,
         expert_bytes=expert_bytes,
         has_tokenizer=(Path(path) / "tokenizer_config.json").is_file() or (Path(path) / "tokenizer.json").is_file(),
@@ -167,61 +179,3 @@ def _eos_token_ids(path: str, config: PreTrainedConfig) -> tuple[int, ...]:
     if eos is None:
         return ()
     return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
-
-
-class _ShapeRecorder:
-    """Stands in for attention and experts during the probe, and notes what it is handed."""
-
-    def __init__(self, model: PreTrainedModel, expert_modules: list[str]):
-        self.attention: dict[int, AttentionShape] = {}
-        self.moe: list[MoeShape] = []
-        self._model = model
-        modules = dict(model.named_modules())
-        for name in expert_modules:
-            modules[name].forward = self._experts_forward(name, modules[name])
-
-    def run(self) -> None:
-        ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
-        last = torch.ones(1, dtype=torch.long, device="meta")
-        with torch.device("meta"), torch.inference_mode():
-            self._model(input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=last, paged=self)
-
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        self.attention[layer_index(module)] = AttentionShape(
-            num_kv_heads=key.shape[1],
-            key_dim=key.shape[3],
-            value_dim=value.shape[3],
-            num_heads=query.shape[1],
-            scaling=scaling,
-            sliding_window=sliding_window,
-            has_sinks=sinks is not None,
-        )
-        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
-
-    def _experts_forward(self, name: str, experts: torch.nn.Module) -> Any:
-        num_experts: int = experts.num_experts  # type: ignore[assignment]
-        down, traits = getattr(experts, "down_proj", None), unsupported_traits(experts)
-        stacked = isinstance(down, torch.Tensor) and down.dim() == 3
-
-        def forward(
-            hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-        ) -> torch.Tensor:
-            dtype = str(top_k_weights.dtype).removeprefix("torch.")
-            hidden_size = hidden_states.shape[1]
-            # Whichever way round a projection is stored, it is as wide as the hidden state on one side.
-            intermediate_size = down[0].numel() // hidden_size if stacked else 0  # type: ignore[index]
-            top_k = top_k_index.shape[1]
-            self.moe.append(MoeShape(name, num_experts, hidden_size, top_k, dtype, intermediate_size, traits))
-            return torch.empty_like(hidden_states)
-
-        return forward

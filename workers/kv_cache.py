@@ -17,7 +17,7 @@ class KvCache:
     """Keys and values of all layers, `[num_blocks, block_size, num_kv_heads, dim]` each.
 
     Args:
-        shapes: what each layer stores for a token.
+        shapes: what each layer stores for a token, and how it attends.
         num_blocks: blocks, the padding block included; equal on every rank.
         block_size: tokens a block holds; equal on every rank.
         dtype: of keys and values.
@@ -32,6 +32,7 @@ class KvCache:
         dtype: torch.dtype,
         device: torch.device,
     ):
+        self.shapes = tuple(shapes)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._keys = [

@@ -119,9 +119,9 @@ class SdpaAttention:
             inputs.query_starts,
             inputs.query_lens,
             inputs.context_lens,
-            inputs.block_tables.to(self._device),
+            inputs.block_tables.to(self._device, non_blocking=True),
         )
-        return PagedBatch(self._cache, inputs.slots.to(self._device), attending)
+        return PagedBatch(self._cache, inputs.slots.to(self._device, non_blocking=True), attending)
 
 
 @dataclass(frozen=True)

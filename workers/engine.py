@@ -46,8 +46,8 @@ from .rank_config import LoadReport, RankConfig
 from .request import ExpertCounts
 from .same_start import facts_of, require_same_start
 from .scheduler import Scheduler
-from .sequence import Decode
 from .step import StepLoop
+from .stop_texts import Decode
 from .trace import RankTrace, StepTrace
 from .watch import run_watched
 

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from ..dispatch.limits import Limits
 from .kv_cache import BlockAllocator
 from .request import Completion, Progress, Request
-from .sequence import Decode, Sequence
+from .sequence import Sequence
+from .stop_texts import Decode
 
 
 class BatchKind(enum.IntEnum):

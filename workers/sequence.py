@@ -4,12 +4,8 @@ A step is launched before the tokens of the one before it have come back from th
 that are sampled and not yet known: they count, and only their values are missing.
 """
 
-from collections.abc import Callable
-
 from .request import Completion, FinishReason, Progress, Request
-
-Decode = Callable[[list[int]], str]
-"""From token ids to text without special tokens."""
+from .stop_texts import Decode, stop_position, stops_here
 
 
 class Sequence:
@@ -78,8 +74,10 @@ class Sequence:
         sampling = self.request.sampling
         if token_id in eos_token_ids and not sampling.ignore_eos:
             return "stop"
-        if sampling.stop and self._stop_position(self._text()) is not None:
-            return "stop"
+        if sampling.stop:
+            assert self._decode is not None, "stop texts are refused without a tokenizer"
+            if stops_here(self._decode, self.token_ids[self.num_prompt_tokens :], sampling.stop):
+                return "stop"
         if num_known - self.num_prompt_tokens >= sampling.max_new_tokens or num_known >= self._max_length:
             return "length"
         return None
@@ -95,8 +93,8 @@ class Sequence:
     def completion(self, finish_reason: FinishReason, error: str | None = None) -> Completion:
         text = None
         if self._decode is not None:
-            text = self._text()
-            text = text[: self._stop_position(text)]
+            text = self._decode(self.token_ids[self.num_prompt_tokens :])
+            text = text[: stop_position(text, self.request.sampling.stop)]
         return Completion(
             key=self.request.key,
             token_ids=tuple(self.token_ids[self.num_prompt_tokens :]),
@@ -105,11 +103,3 @@ class Sequence:
             num_prompt_tokens=self.num_prompt_tokens,
             error=error,
         )
-
-    def _text(self) -> str:
-        assert self._decode is not None
-        return self._decode(self.token_ids[self.num_prompt_tokens :])
-
-    def _stop_position(self, text: str) -> int | None:
-        found = [text.find(stop) for stop in self.request.sampling.stop]
-        return min((position for position in found if position >= 0), default=None)

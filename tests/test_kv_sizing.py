@@ -1,7 +1,10 @@
 """The KV cache on GPUs: how many blocks fit, the same on all ranks, and what is said where one context does not."""
 
+from typing import Any
+
 import msgspec
 import pytest
+import torch
 from expert_pool.cluster import CacheConfig, ConfigError, Limits, PoolConfig, WorkerConfig
 from expert_pool.cluster.config import resolve
 from expert_pool.cluster.plan_report import plan_pool
@@ -9,6 +12,7 @@ from expert_pool.dispatch.budget import largest_step
 from expert_pool.graphs.lockstep import LockstepRank
 from expert_pool.graphs.plan import plan_captures
 from expert_pool.graphs.record import differences
+from expert_pool.workers import sampler
 from expert_pool.workers.agreement import Agreement, StateReader
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.inspection import inspect_model
@@ -28,6 +32,7 @@ from expert_pool.workers.kv_sizing import (
 from expert_pool.workers.rank_config import RankConfig
 from hypothesis import given
 from hypothesis import strategies as st
+from models import VOCAB_SIZE
 from plain_ranks import run_on_ranks
 from rank_insides import collectives_of, target_of
 
@@ -155,8 +160,12 @@ def test_all_ranks_take_what_fits_on_the_fullest(ranks, random_models):
         assert f"leaves {7 * one:,} on rank {rank}" in answers[0]
 
 
-def largest_step_on_a_bare_cache(engine: RankEngine, faulty_rank: int | None) -> tuple[int, list[str], bool]:
-    """The measured forward on CPU ranks, over the padding block alone; one rank may have another configuration."""
+def largest_step_on_a_bare_cache(engine: RankEngine, faulty_rank: int | None) -> tuple[int, list[str], Any]:
+    """The measured step on CPU ranks, over the padding block alone; one rank may have another configuration.
+
+    Returns:
+        How many collectives, and which; whether the cache was written, and the rows, width and settings of sampling.
+    """
     target, config = target_of(engine), engine.config
     kept = target.cache, target.attention
     bare = KvCache(config.spec.attention, 1, config.block_size, kept[0].pages(0)[0].dtype, engine._device)
@@ -165,15 +174,22 @@ def largest_step_on_a_bare_cache(engine: RankEngine, faulty_rank: int | None) ->
         config = msgspec.structs.replace(config, num_blocks=config.num_blocks + 1)
     state = StateReader(config, lambda: engine._loop._state._facts(), LockstepRank(engine.rank, {}, lambda _: None))
     agreement = Agreement(engine._host_group, config.layout)
+    drawn = []
+
+    def draw(logits_MV: torch.Tensor, sequences: list[Any]) -> torch.Tensor:
+        drawn.append((*logits_MV.shape, {sequence.request.sampling for sequence in sequences}))
+        return sampler_draw(logits_MV, sequences)
+
+    sampler_draw, sampler._draw = sampler._draw, draw
     try:
         with collectives_of(engine).listing() as calls:
             run_largest_step(config, target, agreement, state)
     except Exception as error:
-        return 0, [str(error)], False
+        return 0, [str(error)], None
     finally:
         target.cache, target.attention = kept
-    wrote = bool(bare.pages(0)[0].any())
-    return len(calls), [call.op for call in calls], wrote
+        sampler._draw = sampler_draw
+    return len(calls), [call.op for call in calls], (bool(bare.pages(0)[0].any()), drawn)
 
 
 @pytest.mark.parametrize(("ranks", "attn_tp_size"), [(1, 1), (2, 1), (2, 2)])
@@ -186,8 +202,13 @@ def test_the_measured_step_is_a_step_of_all_ranks(ranks, attn_tp_size, random_mo
     )
     answers = run_on_ranks(pool, largest_step_on_a_bare_cache, None, graphs=False)
     assert all(answer == answers[0] for answer in answers)
-    num_calls, _, wrote = answers[0]
+    num_calls, _, (wrote, [(num_rows, vocab_size, settings)]) = answers[0]
     assert wrote
+    assert (num_rows, vocab_size) == (4, VOCAB_SIZE), "the real sampler draws for every row that may be due"
+    [sampling] = settings
+    assert sampling.temperature > 0
+    assert sampling.top_p < 1
+    assert 0 < sampling.top_k < VOCAB_SIZE
     assert num_calls == {(1, 1): 0, (2, 1): 8, (2, 2): 12}[ranks, attn_tp_size], "exchanges of four layers"
 
 

@@ -1,15 +1,20 @@
 """From logits to tokens: limits, ties, and seeds that mean the same wherever and with whomever a request runs."""
 
+import weakref
+from typing import Any
+
 import numpy
 import pytest
 import torch
 from expert_pool.cluster import CacheConfig, ConfigError, Limits, PoolConfig, SamplingParams
+from expert_pool.workers import sampler
 from expert_pool.workers.request import Request
 from expert_pool.workers.sampler import NOT_FINITE, sample, uniform
 from expert_pool.workers.sequence import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_ranks import PlainRanks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DRAWS = 200
 
@@ -46,6 +51,41 @@ def test_top_p_draws_among_the_fewest_tokens_that_reach_the_share():
     assert drawn(logits, top_p=0.7) == {0, 1}
     assert drawn(logits, top_p=0.9) == {0, 1, 2}
     assert drawn(logits, top_p=1e-9) == {0}, "the most likely token is always left"
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes of tensors made under it that lived at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for made in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(made, torch.Tensor) and made._base is None:
+                size = made.untyped_storage().nbytes()
+                self.live += size
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(made, self._released, size)
+        return result
+
+    def _released(self, size: int) -> None:
+        self.live -= size
+
+
+def test_many_draws_take_the_memory_of_a_few(monkeypatch):
+    """Rows are drawn from a few at a time, each as it would be alone."""
+    num_rows, vocab_size = 96, 512
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(5)).bfloat16()
+    sequences = [sequence(SamplingParams(seed=1, temperature=0.9, top_p=0.9, top_k=300), n) for n in range(num_rows)]
+    with PeakBytes() as at_once:
+        tokens = sample(logits, sequences)
+    monkeypatch.setattr(sampler, "_LOGITS_AT_ONCE", 4 * vocab_size)
+    with PeakBytes() as by_four:
+        assert torch.equal(sample(logits, sequences), tokens)
+    assert at_once.peak > 40 * logits.numel()
+    assert by_four.peak < 8 * logits.numel()
 
 
 def test_draws_follow_the_distribution():

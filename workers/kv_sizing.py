@@ -5,7 +5,8 @@ left of the share that `cache.gpu_memory_utilization` gives, less an estimate fo
 ranks take the smallest number of blocks that fits on any of them, so a request that fits on one fits on all.
 """
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,10 @@ from .inputs import StepInputs
 from .kv_cache import PADDING_BLOCK, PADDING_SLOT
 from .model import TargetModel
 from .rank_config import RankConfig
+from .request import Request, SamplingParams
+from .sampler import sample
 from .scheduler import BatchKind
+from .sequence import Sequence
 
 # An estimate of what one CUDA graph takes beside activations: its kernel nodes, and the allocator's rounding. Graphs of
 # the small models in docs/gpu-results.md took less.
@@ -65,7 +69,7 @@ def blocks_that_fit(reading: MemoryReading, utilization: float, bytes_of_block: 
     return max(0, reading.left(utilization) // bytes_of_block)
 
 
-def blocks_for_all(readings: Sequence[MemoryReading], config: RankConfig) -> int:
+def blocks_for_all(readings: abc.Sequence[MemoryReading], config: RankConfig) -> int:
     """The blocks of every rank: what fits on the fullest GPU, at most what the configuration can use.
 
     Args:
@@ -121,7 +125,9 @@ def measure(step: Callable[[], None], device: torch.device) -> tuple[MemoryReadi
     return MemoryReading(total=total, others=others, peak=peak, graphs=0), peak - before
 
 
-def graph_reserve(config: RankConfig, entries: Sequence[CaptureEntry], step_bytes: int, attention_bytes: int) -> int:
+def graph_reserve(
+    config: RankConfig, entries: abc.Sequence[CaptureEntry], step_bytes: int, attention_bytes: int
+) -> int:
     """An estimate of what recording these entries takes: activations of the largest, and a share for each graph.
 
     Graphs of one pool reuse each other's activations, so only the largest counts, scaled from the largest step.
@@ -164,7 +170,7 @@ def largest_inputs(config: RankConfig) -> StepInputs:
 
 @torch.inference_mode()
 def run_largest_step(config: RankConfig, target: TargetModel, agreement: Agreement, state: StateReader) -> None:
-    """One eager forward of the largest step, agreed on like any step. Collective over all ranks.
+    """One eager forward of the largest step, agreed on like any step, and sampling. Collective over all ranks.
 
     Args:
         config: equal on every rank.
@@ -191,5 +197,11 @@ def run_largest_step(config: RankConfig, target: TargetModel, agreement: Agreeme
         state,
     )
     assert plan.geometry is not None
-    # What sampling takes at most: the logits again in float32, and their probabilities.
-    target.forward(inputs, plan.geometry).float().softmax(dim=-1)
+    logits_NV = target.forward(inputs, plan.geometry)
+    sample(logits_NV, [_widest_draw(config)] * logits_NV.shape[0])
+
+
+def _widest_draw(config: RankConfig) -> Sequence:
+    """A request whose sampling takes the most memory: no limit is one that leaves a step of it out."""
+    sampling = SamplingParams(temperature=1.0, top_k=max(1, config.spec.vocab_size - 1), top_p=0.9, seed=0)
+    return Sequence(Request(0, (0,), sampling), config.spec.context_length, None)

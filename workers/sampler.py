@@ -13,6 +13,9 @@ from .sequence import Sequence
 NOT_FINITE = -1
 """Stands for a token where the logits of a row are not finite."""
 
+# A draw takes about 50 bytes a logit at its peak, in float64. So many are drawn from at once: 0.4 GB.
+_LOGITS_AT_ONCE = 1 << 23
+
 
 def greedy(logits_NV: torch.Tensor) -> torch.Tensor:
     """The most likely token of each row, `[N]` int64; `NOT_FINITE` where a row holds a number that is not finite.
@@ -44,7 +47,12 @@ def sample(logits_NV: torch.Tensor, sequences: list[Sequence], greedy_N: torch.T
         return greedy_N
     tokens_N = greedy_N.clone()
     rows = to_device(drawn, torch.int64, logits_NV.device)
-    tokens_N[rows] = _draw(logits_NV[rows], [sequences[row] for row in drawn])
+    at_once = max(1, _LOGITS_AT_ONCE // logits_NV.shape[1])
+    parts = [
+        _draw(logits_NV[rows[start : start + at_once]], [sequences[row] for row in drawn[start : start + at_once]])
+        for start in range(0, len(drawn), at_once)
+    ]
+    tokens_N[rows] = torch.cat(parts)
     return torch.where(greedy_N == NOT_FINITE, NOT_FINITE, tokens_N)
 
 

@@ -15,7 +15,6 @@ from expert_pool.dispatch.budget import (
     exchange_budget,
     largest_forward,
 )
-from expert_pool.dispatch.counts import CountTensors
 from expert_pool.dispatch.experts.local_experts import LocalExperts
 from expert_pool.dispatch.experts.torch_experts import routed_pairs
 from expert_pool.dispatch.geometry import (
@@ -211,17 +210,6 @@ def test_buffer_lengths_that_contradict_each_other_are_refused(arguments, proble
         set_dp_buffer_lengths(*arguments)
 
 
-def test_count_tensors_are_int32_and_are_filled_in_place():
-    counts = CountTensors(3, CPU)
-    tensors = (counts.num_tokens, counts.num_tokens_for_logprob)
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    for num_tokens, due in [((3, 9, 1), (3, 2, 0)), ((1, 1, 1), (0, 0, 1))]:
-        counts.fill(StepGeometry.eager(Layout(3), num_tokens, capacity=10), due)
-        assert [tensor.tolist() for tensor in tensors] == [list(num_tokens), list(due)]
-    assert [tensor.dtype for tensor in tensors] == [torch.int32] * 2
-    assert [tensor.data_ptr() for tensor in tensors] == addresses
-
-
 @given(
     st.builds(
         Limits,
@@ -414,26 +402,3 @@ def test_h1_a_rank_with_other_rows_than_it_announced_is_refused_and_nobody_waits
             process.join(timeout=10)
         assert time.monotonic() - started < 10
         assert all(process.exitcode for process in pool.processes), "some rank went on, or ended as if nothing happened"
-
-
-def counts_where_kernels_read_them(engine: RankEngine, arrivals: list[Any]) -> list[tuple[list[int], list[int]]]:
-    counts, seen = engine._loop._executor._counts, []
-    fill = counts.fill
-
-    def fill_and_note(*arguments: Any) -> None:
-        fill(*arguments)
-        seen.append((counts.num_tokens.tolist(), counts.num_tokens_for_logprob.tolist()))
-
-    counts.fill = fill_and_note
-    try:
-        run_script(engine, arrivals, 3)
-    finally:
-        del counts.fill
-    return seen
-
-
-def test_kernels_read_the_counts_of_each_step(gang):
-    """The counts of all ranks are alike everywhere."""
-    by_rank = gang.call(counts_where_kernels_read_them, [{0: [[3, 4, 5]]}, {0: [[6]]}])
-    assert by_rank[0] == [([3, 1], [1, 1]), ([1, 1], [1, 1]), ([1, 1], [1, 1])]
-    assert all(seen == by_rank[0] for seen in by_rank)

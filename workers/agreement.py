@@ -112,7 +112,7 @@ class Proposal(NamedTuple):
         step: iterations since the start.
         kind: a `BatchKind`.
         num_tokens: tokens of its scheduled batch, 0 when idle.
-        num_due: sequences of its batch whose next token is due.
+        num_due: sequences of its batch whose next token is due; ranks that share a batch send each other these tokens.
         intake_bytes: encoded requests that this rank, a leader, has for those that share its batch.
         wake_epoch: the last wake-up call of the driver that this rank has seen.
         leave: 1 when this rank was told to leave the loop.
@@ -138,7 +138,6 @@ class StepPlan:
         step: iterations since the start.
         kinds: what each DP rank runs.
         num_tokens_per_dp_rank: tokens that each DP rank scheduled, without padding; 0 for an idle one.
-        num_due_per_dp_rank: rows of each DP rank whose logits are due.
         geometry: of the step, its padded extents included; `None` when every DP rank is idle and nothing runs.
         graph: the graph that all ranks replay; `None` when all run eagerly.
         eager_reason: why they do.
@@ -152,7 +151,6 @@ class StepPlan:
     step: int
     kinds: tuple[BatchKind, ...]
     num_tokens_per_dp_rank: tuple[int, ...]
-    num_due_per_dp_rank: tuple[int, ...]
     geometry: StepGeometry | None
     graph: CaptureEntry | None
     eager_reason: str | None
@@ -224,7 +222,6 @@ def derive_plan(proposals: list[Proposal], layout: Layout, capacity: int, graphs
         step=proposals[0].step,
         kinds=kinds,
         num_tokens_per_dp_rank=num_tokens,
-        num_due_per_dp_rank=tuple([leader.num_due for leader in leaders]),
         geometry=geometry,
         graph=graph,
         eager_reason=eager_reason,

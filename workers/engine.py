@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoTokenizer, PreTrainedModel
 
 from ..dispatch.collectives import Collectives, GroupName
-from ..dispatch.counts import CountTensors
 from ..dispatch.expert_load import ExpertLoad
 from ..dispatch.moe import MoeExchange
 from ..dispatch.probe import HostGroup
@@ -147,8 +146,6 @@ class RankEngine:
             self.config = config
         target = self._target(model, exchange, config.num_blocks)
         cache, attention = target.cache, target.attention
-        with torch.inference_mode(False):
-            counts = CountTensors(layout.dp_size, self._device)
         allocator = BlockAllocator(config.num_blocks, config.block_size)
         self.draft = make_draft(config, target, exchange, self._device)
         can_record = RecordingMeans(config, allocator, facts, attention)
@@ -173,7 +170,7 @@ class RankEngine:
             scheduler,
             agreement,
             StateReader(config, facts, self.graphs),
-            StepExecutor(target, self.graphs, counts, leader, self.rank == leader, self._step_group),
+            StepExecutor(target, self.graphs, leader, self.rank == leader, self._step_group),
             self.inbox,
             self.outbox,
             self._sharing_group,

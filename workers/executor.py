@@ -9,7 +9,6 @@ import time
 import torch
 import torch.distributed as dist
 
-from ..dispatch.counts import CountTensors
 from ..dispatch.errors import RankError
 from ..graphs.lockstep import LockstepRank
 from .agreement import StepPlan
@@ -56,7 +55,6 @@ class StepExecutor:
     Args:
         model: with its cache.
         graphs: the committed graphs of this rank.
-        counts: filled with the step's token counts.
         leader: the rank whose tokens all ranks that share its batch take.
         is_leader: whether this is that rank.
         sharing_group: process group of those ranks; `None` when there is only one.
@@ -66,14 +64,12 @@ class StepExecutor:
         self,
         model: TargetModel,
         graphs: LockstepRank,
-        counts: CountTensors,
         leader: int,
         is_leader: bool,
         sharing_group: dist.ProcessGroup | None,
     ):
         self._model = model
         self._graphs = graphs
-        self._counts = counts
         self._leader = leader
         self._is_leader = is_leader
         self._sharing_group = sharing_group
@@ -102,7 +98,6 @@ class StepExecutor:
     def _logits(self, batch: ScheduledBatch, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`[N, V]` logits of the slices that reach the end of their sequence, and `[N]` greedy tokens of a graph."""
         assert plan.geometry is not None
-        self._counts.fill(plan.geometry, plan.num_due_per_dp_rank)
         packed = pack(batch, self._model.cache.block_size, pin=self._model.device.type == "cuda")
         if plan.graph is None and not batch.slices:
             packed = PackedStep.of(dummy())

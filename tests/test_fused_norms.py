@@ -23,6 +23,34 @@ class OnePlusWeightRMSNorm(nn.Module):
         return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (1 + self.weight.float())).bfloat16()
 
 
+class _NearlyRMSNorm(nn.Module):
+    """Off by a share that two roundings to bfloat16 could explain, and none to a finer dtype."""
+
+    def __init__(self, dtype: torch.dtype, off_by: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((256,), 0.5, dtype=dtype))
+        self.eps, self._off_by = 1e-6, off_by
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.double()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight.double()
+        return (normed * (1 + self._off_by)).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "off_by", "is_replaced"),
+    [
+        (torch.bfloat16, 2.0**-9, True),
+        (torch.float16, 0.0, True),
+        (torch.float16, 2.0**-7, False),
+        (torch.float32, 0.0, True),
+        (torch.float32, 1e-5, False),
+    ],
+)
+def test_how_near_is_alike_depends_on_the_dtype(dtype, off_by, is_replaced):
+    assert fuse_norms(nn.Sequential(_NearlyRMSNorm(dtype, off_by)), dtype) == is_replaced
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_norm_of_a_family_is_replaced_and_is_no_further_from_exact(family, random_models):
     """Norm by norm: a whole model in bfloat16 routes a token elsewhere for any rounding."""

@@ -137,7 +137,10 @@ class Scheduler:
         return [new for new in news if new is not None]
 
     def schedule(self) -> ScheduledBatch:
-        """The next batch; its blocks are allocated. Until it is launched, the next call returns it again."""
+        """The next batch; its blocks are allocated.
+
+        Until it is launched, what was scheduled is scheduled again, not necessarily in one batch.
+        """
         slices = self._prefill_slices()
         if slices:
             return ScheduledBatch(BatchKind.PREFILL, tuple(slices))

@@ -182,7 +182,7 @@ def resolve_unchecked(config: PoolConfig, spec: ModelSpec, environment: Mapping[
     blocks_of_one_context = -(-spec.context_length // block_size)
     utilization = None
     if config.cache.num_tokens is not None:
-        num_blocks = config.cache.num_tokens // block_size
+        num_blocks = -(-config.cache.num_tokens // block_size)
     else:
         num_blocks = blocks_of_one_context * config.limits.max_running_requests
         if config.worker.device == "cuda":

@@ -25,8 +25,9 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         block_size: tokens a block holds.
-        num_tokens: tokens the cache holds, on any device. Unset: enough for `max_running_requests` requests of full
-            context length, within the bound below, and never less than one request of full context length.
+        num_tokens: tokens the cache holds, on any device, rounded up to whole blocks. Unset: enough for
+            `max_running_requests` requests of full context length, within the bound below, and never less than one
+            request of full context length.
         max_bytes: bound on the default size on CPUs.
         gpu_memory_utilization: bound on the default size on GPUs: the share of a GPU's memory that weights, buffers,
             the largest step, graphs and the cache take together, whoever else uses the GPU included. Measured at start.
@@ -40,10 +41,10 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise ConfigError(f"cache.block_size={self.block_size} is below 1")
-        if self.num_tokens is not None and self.num_tokens < self.block_size:
-            raise ConfigError(
-                f"cache.num_tokens={self.num_tokens} is less than one block of cache.block_size={self.block_size}"
-            )
+        if self.num_tokens is not None and self.num_tokens < 1:
+            raise ConfigError(f"cache.num_tokens={self.num_tokens} is below 1")
+        if self.max_bytes < 1:
+            raise ConfigError(f"cache.max_bytes={self.max_bytes} is below 1: it bounds the size of the cache on CPUs")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"cache.gpu_memory_utilization={self.gpu_memory_utilization} is not above 0 and at most 1: it is a "
@@ -104,10 +105,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "its GPUs, so that no two pools share one; leave it out"
             )
         if self.threads < 1:
-            raise ConfigError(f"worker.threads={self.threads} is below 1")
+            raise ConfigError(
+                f"worker.threads={self.threads} is below 1: set it to the CPU threads of a rank, 1 or more"
+            )
         if not 0 <= self.trace_steps <= MAX_TRACE_STEPS:
             raise ConfigError(f"worker.trace_steps={self.trace_steps} is not between 0 and {MAX_TRACE_STEPS:,}")
-        if self.step_timeout_s <= 0:
-            raise ConfigError(f"worker.step_timeout_s={self.step_timeout_s} is not above 0")
         if not 1 <= self.step_timeout_s <= MAX_SECONDS:
             raise ConfigError(f"worker.step_timeout_s={self.step_timeout_s} is not between 1 and {MAX_SECONDS:g}")

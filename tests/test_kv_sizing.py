@@ -10,13 +10,16 @@ from expert_pool.cluster.config import resolve
 from expert_pool.cluster.plan_report import plan_pool
 from expert_pool.dispatch.budget import largest_step
 from expert_pool.graphs.lockstep import LockstepRank
-from expert_pool.graphs.plan import plan_captures
+from expert_pool.graphs.plan import CaptureEntry, plan_captures
 from expert_pool.graphs.record import differences
+from expert_pool.graphs.runner import FrozenFacts
 from expert_pool.workers import sampler
 from expert_pool.workers.agreement import Agreement, StateReader
+from expert_pool.workers.attention import SdpaAttention
 from expert_pool.workers.engine import RankEngine
+from expert_pool.workers.graph_set import RecordingMeans, activation_bytes
 from expert_pool.workers.inspection import inspect_model
-from expert_pool.workers.kv_cache import PADDING_BLOCK, KvCache
+from expert_pool.workers.kv_cache import PADDING_BLOCK, BlockAllocator, KvCache
 from expert_pool.workers.kv_sizing import (
     GRAPH_BYTES,
     MemoryReading,
@@ -70,6 +73,7 @@ def test_the_share_is_settled_on_the_ranks_and_other_sizes_on_the_driver(tiny_mo
     assert measured.num_blocks == 3 * (1024 // 16) + 1, "no more than the requests can use, whatever max_bytes says"
     by_hand = on_gpus(tiny_moe, cache=CacheConfig(num_tokens=160))
     assert (by_hand.num_blocks, by_hand.gpu_memory_utilization) == (11, None)
+    assert on_gpus(tiny_moe, cache=CacheConfig(num_tokens=161)).num_blocks == 12, "never less than what was asked for"
     on_cpus = resolve(PoolConfig(model=tiny_moe), inspect_model(tiny_moe))
     assert on_cpus.gpu_memory_utilization is None
 
@@ -133,6 +137,25 @@ def test_the_largest_step_has_every_token_the_limits_allow_at_the_end_of_its_con
     assert inputs.due_rows.numel() == min(num_tokens, running)
     assert inputs.block_tables.shape[1] * config.block_size >= config.spec.context_length
     assert (inputs.block_tables == PADDING_BLOCK).all()
+
+
+def test_a_graph_is_refused_by_the_memory_of_the_device_that_records_it(tiny_moe, monkeypatch):
+    """On a GPU: what nobody holds, and what PyTorch holds and does not use; the host may have as much as it will."""
+    config = on_gpus(tiny_moe, cache=CacheConfig(num_tokens=4096))
+    entry, gpu = CaptureEntry("decode", 8, 1), torch.device("cuda", 0)
+    needed = activation_bytes(config, entry)
+    allocator = BlockAllocator(config.num_blocks, config.block_size)
+    bare = KvCache(config.spec.attention, 1, config.block_size, torch.float32, torch.device("cpu"))
+    attention = SdpaAttention(bare, torch.device("cpu"))
+    facts = FrozenFacts("local", "torch", 64, 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed - 100, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1100)
+    for allocated, is_recorded in ((1000, True), (1001, False)):
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device, held=allocated: held)
+        refusal = RecordingMeans(config, allocator, lambda: facts, attention, gpu)(entry)
+        assert (refusal is None) == is_recorded
+    for setting in ("limits.cuda_graph_max_bs", "cache.num_tokens", "cache.gpu_memory_utilization"):
+        assert setting in refusal
 
 
 def agree(engine: RankEngine, readings: list[MemoryReading], config: RankConfig) -> int | str:

@@ -148,7 +148,7 @@ class RankEngine:
         cache, attention = target.cache, target.attention
         allocator = BlockAllocator(config.num_blocks, config.block_size)
         self.draft = make_draft(config, target, exchange, self._device)
-        can_record = RecordingMeans(config, allocator, facts, attention)
+        can_record = RecordingMeans(config, allocator, facts, attention, self._device)
         self.graphs = make_graphs(
             config, self.rank, target, self.draft, self._collectives, facts, can_record, self._device
         )

@@ -47,13 +47,14 @@ def make_backend(device: torch.device) -> CaptureBackend:
 
 
 class RecordingMeans:
-    """Whether this rank can record an entry: KV slots, rows of the workspace, free memory.
+    """Whether this rank can record an entry: attention, KV slots, rows of the workspace, free memory of its device.
 
     Args:
         config: what the rank was built from.
         allocator: of its KV blocks.
         facts: of its dispatcher.
         attention: over the target's cache.
+        device: of this rank.
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class RecordingMeans:
         allocator: BlockAllocator,
         facts: Callable[[], FrozenFacts],
         attention: AttentionBackend,
+        device: torch.device,
     ):
+        self._device = device
         self._config = config
         self._attention = attention
         self._allocator = allocator
@@ -79,10 +82,22 @@ class RecordingMeans:
         rows, capacity = -(-entry.num_tokens // self._config.layout.attn_tp_size), self._facts().capacity
         if rows > capacity:
             return f"needs {rows} dispatch rows, the capacity is {capacity}: raise limits.max_dispatch_tokens_per_rank"
-        needed, free = activation_bytes(self._config, entry), psutil.virtual_memory().available
+        needed, free = activation_bytes(self._config, entry), free_bytes(self._device)
         if needed > free:
-            return f"needs about {needed} bytes to run, {free} are free"
+            return (
+                f"needs about {needed:,} bytes to run, {free:,} are free: lower limits.cuda_graph_max_bs or "
+                "limits.piecewise_cuda_graph_max_tokens, or leave more free by cache.num_tokens or, on GPUs, "
+                "cache.gpu_memory_utilization"
+            )
         return None
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that a step on this device may still allocate, those that PyTorch holds and does not use included."""
+    if device.type == "cpu":
+        return psutil.virtual_memory().available
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def activation_bytes(config: RankConfig, entry: CaptureEntry) -> int:

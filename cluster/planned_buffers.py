@@ -4,8 +4,9 @@ import msgspec
 
 from ..dispatch.budget import ExchangeBudget, RowFormat, exchange_rows
 from ..dispatch.workspace import flashinfer_workspace_bytes
+from ..workers.draft import draft_cache
 from ..workers.exchange_sizes import budget_for, pair_budget_for, row_formats
-from ..workers.graph_set import draft_cache, static_bytes
+from ..workers.graph_set import static_bytes
 from ..workers.kv_sizing import least_blocks
 from ..workers.rank_config import RankConfig
 

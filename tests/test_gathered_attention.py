@@ -83,7 +83,7 @@ def attended(name: str, contexts: list[int], padded_to: int, num_rows: int, pois
     entry, module = CaptureEntry("decode", padded_to, 1), SimpleNamespace(layer_idx=0)
     outputs = []
     for make in (lambda c: SdpaAttention(c, CPU), lambda c: GatheredAttention(c, (shape,), MAX_BLOCKS * BLOCK, CPU)):
-        batch = make(filled_cache(shape, inputs, poisoned)).batch(inputs, entry)
+        batch = make(filled_cache(shape, inputs, poisoned)).batch(inputs, entry, inputs.slots)
         outputs.append(batch.attend(module, query, key, value, scaling=shape.scaling, sinks=sinks))
     assert isinstance(batch, GatheredBatch)
     return tuple(outputs)
@@ -131,7 +131,7 @@ def test_a_recorded_step_reads_no_length_on_the_host(monkeypatch):
     attention = GatheredAttention(cache, (shape,), MAX_BLOCKS * BLOCK, CPU)
     for name in ("tolist", "item", "__bool__", "__int__", "nonzero", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, refused)
-    batch = attention.batch(inputs, CaptureEntry("decode", 4, 1))
+    batch = attention.batch(inputs, CaptureEntry("decode", 4, 1), inputs.slots)
     batch.attend(SimpleNamespace(layer_idx=0), *tensors, scaling=0.25, sinks=torch.randn(8))
 
 

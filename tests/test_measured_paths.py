@@ -23,9 +23,9 @@ from expert_pool.graphs.backend import StaticReplayBackend
 from expert_pool.graphs.plan import plan_captures
 from expert_pool.workers.calibrate import calibrate
 from expert_pool.workers.engine import RankEngine
-from expert_pool.workers.exchange_sizes import loading_path, path_maker
 from expert_pool.workers.measure import LayerTimer
 from expert_pool.workers.path_choice import PathChoice, Settled, moe_layers
+from expert_pool.workers.paths import loading_path, path_maker
 from plain_ranks import RankGang
 from rank_faults import OTHER_TABLE, other_table, replaced
 from rank_insides import path_of, run_script, target_of

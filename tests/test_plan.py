@@ -19,8 +19,9 @@ from expert_pool.dispatch.experts.pair_buffers import PairBuffers
 from expert_pool.dispatch.limits import step_widths
 from expert_pool.dispatch.paths.maker import make_dispatcher
 from expert_pool.graphs.static import StaticBuffers
+from expert_pool.workers.draft import draft_cache
 from expert_pool.workers.exchange_sizes import budget_for, pair_budget_for, row_formats
-from expert_pool.workers.graph_set import buffer_specs, draft_cache
+from expert_pool.workers.graph_set import buffer_specs
 from expert_pool.workers.kv_cache import KvCache
 from models import FAMILIES
 

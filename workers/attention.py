@@ -81,12 +81,13 @@ class AttentionBackend(Protocol):
         """What the host has to do before a graph runs on these inputs (host tensors, before padding)."""
         ...
 
-    def batch(self, inputs: StepInputs, entry: CaptureEntry | None) -> Any:
+    def batch(self, inputs: StepInputs, entry: CaptureEntry | None, slots_T: torch.Tensor) -> Any:
         """What the attention layers of one step call: an object with `attend`, like `PagedBatch`.
 
         Args:
             inputs: of an eager step, on the host; of a graph, its static buffers.
             entry: which graph; `None` for an eager step.
+            slots_T: the slots of these inputs, on the rank's device.
         """
         ...
 
@@ -114,14 +115,14 @@ class SdpaAttention:
     def prepare(self, entry: CaptureEntry, values: Mapping[str, torch.Tensor]) -> None:
         pass
 
-    def batch(self, inputs: StepInputs, entry: CaptureEntry | None) -> "PagedBatch":
+    def batch(self, inputs: StepInputs, entry: CaptureEntry | None, slots_T: torch.Tensor) -> "PagedBatch":
         attending = attending_requests(
             inputs.query_starts,
             inputs.query_lens,
             inputs.context_lens,
             inputs.block_tables.to(self._device, non_blocking=True),
         )
-        return PagedBatch(self._cache, inputs.slots.to(self._device, non_blocking=True), attending)
+        return PagedBatch(self._cache, slots_T, attending)
 
 
 @dataclass(frozen=True)

@@ -226,5 +226,5 @@ def _with_expert_parallelism(
 
 def expert_bytes(model: PreTrainedModel) -> int:
     """Bytes of expert parameters that this rank holds."""
-    plan = set(model._expand_parallel_plan(model.ep_plan))
+    plan = expert_parallel_plan(model)
     return sum(parameter.nbytes for name, parameter in model.named_parameters() if name in plan)

@@ -14,12 +14,14 @@ from transformers import PreTrainedModel
 
 from ..dispatch.geometry import StepGeometry
 from ..dispatch.moe import MoeExchange
-from ..graphs.plan import CaptureEntry
+from ..graphs.kinds import configured_kinds
+from ..graphs.plan import CaptureEntry, num_draft_layers
 from ..graphs.static import BufferSpec
 from .attention import AttendingRows, PagedBatch, attending_requests
 from .kv_cache import PADDING_BLOCK, PADDING_SLOT, KvCache
 from .model import TargetModel
 from .model_spec import AttentionShape, ModelSpec
+from .rank_config import RankConfig
 
 
 def draft_layers(spec: ModelSpec, num_layers: int) -> tuple[int, ...]:
@@ -174,3 +176,27 @@ class DraftModel:
             paged=paged,
         )
         return cast(torch.Tensor, output)[0]
+
+
+def make_draft(
+    config: RankConfig, target: TargetModel, exchange: MoeExchange, device: torch.device
+) -> DraftModel | None:
+    """The draft of a rank, with the cache that its kinds write; `None` without speculation."""
+    limits, spec = config.limits, config.spec
+    if limits.speculative_algorithm is None:
+        return None
+    shapes = draft_cache(config)
+    cache = None
+    if shapes:
+        with torch.inference_mode(False):
+            dtype = getattr(torch, spec.dtype)
+            cache = KvCache(shapes, config.num_blocks, config.block_size, dtype, device)
+    return DraftModel(target, spec, exchange, limits.speculative_num_steps or 1, num_draft_layers(limits), cache)
+
+
+def draft_cache(config: RankConfig) -> list[AttentionShape]:
+    """What the draft's own cache stores for a token, a layer each; nothing where it only reads the target's."""
+    kinds = {kind.name for kind, _ in configured_kinds(config.limits)}
+    if "multi_layer_eagle_draft_extend" in kinds:
+        return draft_cache_shapes(config.spec, num_draft_layers(config.limits))
+    return draft_cache_shapes(config.spec, 1) if "eagle_draft" in kinds else []

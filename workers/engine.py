@@ -28,18 +28,19 @@ from ..graphs.runner import FrozenFacts
 from .agreement import Agreement, StateReader
 from .attention import AttentionBackend, SdpaAttention
 from .checkpoint import expert_bytes, load_sharded_model
-from .exchange_sizes import loading_path, path_maker
+from .draft import make_draft
 from .executor import StepExecutor
 from .fused_layers import fuse_layers
 from .fused_norms import fuse_norms
 from .gathered_attention import GatheredAttention
-from .graph_set import RecordingMeans, frozen_facts, make_backend, make_draft, make_graphs
+from .graph_set import RecordingMeans, frozen_facts, make_backend, make_graphs
 from .inspection import quiet_transformers
 from .kv_cache import BlockAllocator, KvCache
 from .kv_sizing import agree_on_blocks, graph_reserve, measure, run_largest_step
 from .mailbox import Inbox, Outbox
 from .model import TargetModel
 from .path_choice import PathChoice
+from .paths import loading_path, path_maker
 from .random_weights import make_random_model
 from .rank_config import LoadReport, RankConfig
 from .request import ExpertCounts

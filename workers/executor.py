@@ -100,7 +100,7 @@ class StepExecutor:
         assert plan.geometry is not None
         packed = pack(batch, self._model.cache.block_size, pin=self._model.device.type == "cuda")
         if plan.graph is None and not batch.slices:
-            packed = PackedStep.of(dummy())
+            packed = PackedStep(dummy())
         inputs = packed.on(self._model.device, self._tokens_N)
         if plan.graph is not None:
             self._graphs.count_replay(plan.graph)

@@ -150,13 +150,12 @@ class FlashInferAttention:
                 self._plan_prefill(wrapper, group.shape, queries, pages)
         self._planned.record()
 
-    def batch(self, inputs: StepInputs, entry: CaptureEntry | None) -> "FlashInferBatch":
+    def batch(self, inputs: StepInputs, entry: CaptureEntry | None, slots_T: torch.Tensor) -> "FlashInferBatch":
         """What the attention layers of one step call; plans eager steps here."""
         if entry is not None:
             wrappers = [group.graphs[entry.bucket] for group in self._group_of_layer]
-            return FlashInferBatch(self._cache, inputs.slots, wrappers)  # planned by `prepare`
+            return FlashInferBatch(self._cache, slots_T, wrappers)  # planned by `prepare`
         lens = inputs.query_lens.tolist()
-        slots_T = inputs.slots.to(self._device, non_blocking=True)
         if not lens:
             return FlashInferBatch(self._cache, slots_T, None)
         self._wait_for_last_plan()

@@ -56,9 +56,11 @@ class GatheredAttention:
     def prepare(self, entry: CaptureEntry, values: Mapping[str, torch.Tensor]) -> None:
         pass
 
-    def batch(self, inputs: StepInputs, entry: CaptureEntry | None) -> "GatheredBatch | PagedBatch":
+    def batch(
+        self, inputs: StepInputs, entry: CaptureEntry | None, slots_T: torch.Tensor
+    ) -> "GatheredBatch | PagedBatch":
         if entry is None:
-            return self._eager.batch(inputs, None)
+            return self._eager.batch(inputs, None, slots_T)
         return GatheredBatch(self._cache, inputs)
 
 

@@ -7,20 +7,18 @@ import torch
 
 from ..dispatch.collectives import Collectives
 from ..dispatch.geometry import pad_to_ranks
-from ..dispatch.moe import MoeExchange
 from ..dispatch.paths.path import ExpertPath
 from ..graphs.backend import CaptureBackend, StaticReplayBackend
 from ..graphs.kinds import KINDS, configured_kinds
 from ..graphs.lockstep import LockstepRank
-from ..graphs.plan import CaptureEntry, num_draft_layers, plan_captures
+from ..graphs.plan import CaptureEntry, plan_captures
 from ..graphs.runner import FrozenFacts, GraphRunner
 from ..graphs.static import BufferSpec, StaticBuffers
 from .attention import AttentionBackend
-from .draft import DraftModel, draft_buffer_specs, draft_cache_shapes
+from .draft import DraftModel, draft_buffer_specs
 from .inputs import target_buffer_specs
-from .kv_cache import BlockAllocator, KvCache
+from .kv_cache import BlockAllocator
 from .model import TargetModel
-from .model_spec import AttentionShape
 from .rank_config import RankConfig
 from .sampler import greedy
 
@@ -105,30 +103,6 @@ def activation_bytes(config: RankConfig, entry: CaptureEntry) -> int:
     spec = config.spec
     hidden = max(spec.hidden_size, *(layer.hidden_size for layer in spec.moe))
     return entry.num_tokens * (8 * hidden * spec.dtype_bytes + 4 * spec.vocab_size)
-
-
-def make_draft(
-    config: RankConfig, target: TargetModel, exchange: MoeExchange, device: torch.device
-) -> DraftModel | None:
-    """The draft of a rank, with the cache that its kinds write; `None` without speculation."""
-    limits, spec = config.limits, config.spec
-    if limits.speculative_algorithm is None:
-        return None
-    shapes = draft_cache(config)
-    cache = None
-    if shapes:
-        with torch.inference_mode(False):
-            dtype = getattr(torch, spec.dtype)
-            cache = KvCache(shapes, config.num_blocks, config.block_size, dtype, device)
-    return DraftModel(target, spec, exchange, limits.speculative_num_steps or 1, num_draft_layers(limits), cache)
-
-
-def draft_cache(config: RankConfig) -> list[AttentionShape]:
-    """What the draft's own cache stores for a token, a layer each; nothing where it only reads the target's."""
-    kinds = {kind.name for kind, _ in configured_kinds(config.limits)}
-    if "multi_layer_eagle_draft_extend" in kinds:
-        return draft_cache_shapes(config.spec, num_draft_layers(config.limits))
-    return draft_cache_shapes(config.spec, 1) if "eagle_draft" in kinds else []
 
 
 def make_graphs(

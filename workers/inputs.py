@@ -66,10 +66,6 @@ class PackedStep:
     carried_from: tuple[int, ...] = ()
     flat: torch.Tensor | None = None
 
-    @classmethod
-    def of(cls, inputs: StepInputs) -> "PackedStep":
-        return cls(inputs)
-
     def on(self, device: torch.device, last_tokens_N: torch.Tensor) -> StepInputs:
         """The inputs on the device, complete; nothing waits for the device.
 

@@ -18,7 +18,8 @@ from ..dispatch.errors import ConfigError
 from ..dispatch.limits import tokens_per_request
 from ..graphs.plan import CaptureEntry
 from .agreement import Agreement, Proposal, StateReader
-from .graph_set import draft_cache, static_bytes
+from .draft import draft_cache
+from .graph_set import static_bytes
 from .inputs import StepInputs
 from .kv_cache import PADDING_BLOCK, PADDING_SLOT
 from .model import TargetModel

@@ -56,8 +56,9 @@ class TargetModel:
         Returns:
             `[N, V]` logits of the due rows, in order.
         """
-        paged = self.attention.batch(inputs if on_host is None else on_host, entry)
+        host_inputs = inputs if on_host is None else on_host
         inputs = inputs.to(self.device)
+        paged = self.attention.batch(host_inputs, entry, inputs.slots)
         self._exchange.begin_step(geometry, inputs.num_valid_tokens)
         output = self.model(
             input_ids=inputs.input_ids.unsqueeze(0),

@@ -10,11 +10,10 @@ from .attention import ATTENTION_NAME
 from .checkpoint import (
     EP_IMPLEMENTATION_NAME,
     EXPERTS_IMPLEMENTATION,
-    expert_parallel_plan,
     keep_local_shards,
     sharded_class_of,
 )
-from .inspection import read_config
+from .inspection import expert_parallel_plan, read_config
 from .model_spec import ModelSpec
 
 _SEED = 0

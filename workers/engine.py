@@ -118,13 +118,42 @@ class RankEngine:
 
     def load(self) -> LoadReport:
         """Read this rank's weights and allocate its cache and buffers."""
-        config, spec = self.config, self.config.spec
-        layout = config.layout
+        layout = self.config.layout
         assert dist.group.WORLD is not None, "join comes before load"
-        maker = path_maker(config, self.rank, self._collectives, dist.group.WORLD, self._device)
-        exchange = MoeExchange(layout, self.rank, loading_path(config, maker), self._collectives)
-        mesh = init_device_mesh("cpu", (layout.world_size, 1), mesh_dim_names=("ep", "tp"))
+        maker = path_maker(self.config, self.rank, self._collectives, dist.group.WORLD, self._device)
+        exchange = MoeExchange(layout, self.rank, loading_path(self.config, maker), self._collectives)
         peak_before, started = _peak_memory(), time.perf_counter()
+        model = self._weights(exchange)
+        load_seconds, peak_after = time.perf_counter() - started, _peak_memory()
+        own_experts = expert_bytes(model)
+        dense_bytes = sum(parameter.nbytes for parameter in model.parameters()) - own_experts
+        hosts = HostGroup(self._host_group, self.rank)
+        settled = PathChoice(self.config, maker, hosts, make_backend(self._device)).settle(model, exchange)
+        exchange.path = path = settled.path
+        facts = partial(frozen_facts, path)
+        agreement = Agreement(self._host_group, layout)
+        self._settle_blocks(model, exchange, agreement, facts)
+        num_blocks, block_size = self.config.num_blocks, self.config.block_size
+        target = self._target(model, exchange, num_blocks)
+        self._make_loop(target, exchange, agreement, facts, BlockAllocator(num_blocks, block_size))
+        logger.info("loaded in %.1f s, %d KV blocks, experts by %s", load_seconds, num_blocks, path.name)
+        return LoadReport(
+            rank=self.rank,
+            dense_bytes=dense_bytes,
+            expert_bytes=own_experts,
+            kv_cache_bytes=target.cache.num_bytes + (self.draft.num_cache_bytes if self.draft is not None else 0),
+            kv_cache_tokens=(num_blocks - 1) * block_size,
+            exchange_bytes=path.num_bytes,
+            load_seconds=load_seconds,
+            peak_memory_before=peak_before,
+            peak_memory=peak_after,
+            experts=settled.lines,
+        )
+
+    def _weights(self, exchange: MoeExchange) -> PreTrainedModel:
+        """This rank's share of the model on its device, bound to the exchange."""
+        config, spec = self.config, self.config.spec
+        mesh = init_device_mesh("cpu", (config.layout.world_size, 1), mesh_dim_names=("ep", "tp"))
         if config.weights == "random":
             model = make_random_model(spec, exchange, mesh["ep"], mesh["tp"], self.rank, self._device)
         else:
@@ -133,23 +162,28 @@ class RankEngine:
             dtype = getattr(torch, spec.dtype)
             fuse_norms(model, dtype)
             fuse_layers(model, dtype)
-        load_seconds, peak_after = time.perf_counter() - started, _peak_memory()
-        own_experts = expert_bytes(model)
-        dense_bytes = sum(parameter.nbytes for parameter in model.parameters()) - own_experts
-        hosts = HostGroup(self._host_group, self.rank)
-        settled = PathChoice(config, maker, hosts, make_backend(self._device)).settle(model, exchange)
-        exchange.path = path = settled.path
-        facts = partial(frozen_facts, path)
-        agreement = Agreement(self._host_group, layout)
-        if config.gpu_memory_utilization is not None:
+        return model
+
+    def _settle_blocks(
+        self, model: PreTrainedModel, exchange: MoeExchange, agreement: Agreement, facts: Callable[[], FrozenFacts]
+    ) -> None:
+        """Put the number of KV blocks into the configuration, where it is to be measured; collective then."""
+        if self.config.gpu_memory_utilization is not None:
             num_blocks = self._measured_blocks(model, exchange, agreement, facts)
-            config = msgspec.structs.replace(config, num_blocks=num_blocks, gpu_memory_utilization=None)
-            self.config = config
-        target = self._target(model, exchange, config.num_blocks)
-        cache, attention = target.cache, target.attention
-        allocator = BlockAllocator(config.num_blocks, config.block_size)
+            self.config = msgspec.structs.replace(self.config, num_blocks=num_blocks, gpu_memory_utilization=None)
+
+    def _make_loop(
+        self,
+        target: TargetModel,
+        exchange: MoeExchange,
+        agreement: Agreement,
+        facts: Callable[[], FrozenFacts],
+        allocator: BlockAllocator,
+    ) -> None:
+        """Put what runs steps around the model: draft, graphs, scheduler, loop."""
+        config, spec, layout = self.config, self.config.spec, self.config.layout
         self.draft = make_draft(config, target, exchange, self._device)
-        can_record = RecordingMeans(config, allocator, facts, attention, self._device)
+        can_record = RecordingMeans(config, allocator, facts, target.attention, self._device)
         self.graphs = make_graphs(
             config, self.rank, target, self.draft, self._collectives, facts, can_record, self._device
         )
@@ -179,19 +213,6 @@ class RankEngine:
             config.worker.peer_wait_s,
             self._trace,
             self._expert_load,
-        )
-        logger.info("loaded in %.1f s, %d KV blocks, experts by %s", load_seconds, config.num_blocks, path.name)
-        return LoadReport(
-            rank=self.rank,
-            dense_bytes=dense_bytes,
-            expert_bytes=own_experts,
-            kv_cache_bytes=cache.num_bytes + (self.draft.num_cache_bytes if self.draft is not None else 0),
-            kv_cache_tokens=allocator.num_blocks * config.block_size,
-            exchange_bytes=path.num_bytes,
-            load_seconds=load_seconds,
-            peak_memory_before=peak_before,
-            peak_memory=peak_after,
-            experts=settled.lines,
         )
 
     def run(self) -> None:

@@ -23,7 +23,7 @@ from expert_pool.graphs.backend import StaticReplayBackend
 from expert_pool.graphs.plan import plan_captures
 from expert_pool.workers.calibrate import calibrate
 from expert_pool.workers.engine import RankEngine
-from expert_pool.workers.measure import LayerTimer
+from expert_pool.workers.layer_timer import LayerTimer
 from expert_pool.workers.path_choice import PathChoice, Settled, moe_layers
 from expert_pool.workers.paths import loading_path, path_maker
 from plain_ranks import RankGang

@@ -19,8 +19,8 @@ from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.inputs import StepInputs, dummy, pack
 from expert_pool.workers.kv_cache import PADDING_BLOCK
 from expert_pool.workers.request import Request, SamplingParams
+from expert_pool.workers.running_request import RunningRequest
 from expert_pool.workers.scheduler import BatchKind, ScheduledBatch, Slice
-from expert_pool.workers.sequence import Sequence as RunningSequence
 from models import FAMILIES, VOCAB_SIZE
 from plain_ranks import RankGang
 from rank_insides import Generated, RanStep, collectives_of, dispatcher_of, run_script, target_of
@@ -109,7 +109,7 @@ def make_batch(engine: RankEngine, kind: str, count: int) -> ScheduledBatch:
             engine.rank
         )
         tokens = tuple((11 * index + 5 * position + count) % VOCAB_SIZE for position in range(cached + length))
-        sequence = RunningSequence(Request(index, tokens, SamplingParams()), 512, None)
+        sequence = RunningRequest(Request(index, tokens, SamplingParams()), 512, None)
         sequence.num_computed = cached
         assert allocator.grow(sequence.blocks, len(tokens))
         slices.append(Slice.of(sequence, length))

@@ -9,8 +9,8 @@ import torch
 from expert_pool.cluster import CacheConfig, ConfigError, Limits, PoolConfig, SamplingParams
 from expert_pool.workers import sampler
 from expert_pool.workers.request import Request
+from expert_pool.workers.running_request import RunningRequest
 from expert_pool.workers.sampler import NOT_FINITE, sample, uniform
-from expert_pool.workers.sequence import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_ranks import PlainRanks
@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 DRAWS = 200
 
 
-def sequence(sampling: SamplingParams, num_generated: int = 0) -> Sequence:
-    started = Sequence(Request(0, (1, 2), sampling), max_length=10_000, decode=None)
+def sequence(sampling: SamplingParams, num_generated: int = 0) -> RunningRequest:
+    started = RunningRequest(Request(0, (1, 2), sampling), max_length=10_000, decode=None)
     started.token_ids += [3] * num_generated
     return started
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 from expert_pool.workers.request import Request, SamplingParams
-from expert_pool.workers.sequence import Sequence
+from expert_pool.workers.running_request import RunningRequest
 from expert_pool.workers.stop_texts import Decode, stop_position, stops_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -100,7 +100,7 @@ def test_a_tail_that_begins_inside_a_character_is_not_trusted():
 def test_a_request_ends_with_the_token_that_completes_a_stop_text():
     decode = DECODERS["byte fallback"]
     tokens = [*b"some text ", *"🙂".encode(), *b" STOP and on"]
-    sequence = Sequence(Request(0, (1, 2), SamplingParams(stop=("🙂 STOP",), max_new_tokens=100)), 1000, decode)
+    sequence = RunningRequest(Request(0, (1, 2), SamplingParams(stop=("🙂 STOP",), max_new_tokens=100)), 1000, decode)
     for token in tokens:
         sequence.launch(1, 0)
         if reason := sequence.append(token, frozenset()):

@@ -36,7 +36,7 @@ from .gathered_attention import GatheredAttention
 from .graph_set import RecordingMeans, frozen_facts, make_backend, make_graphs
 from .inspection import quiet_transformers
 from .kv_cache import BlockAllocator, KvCache
-from .kv_sizing import agree_on_blocks, graph_reserve, measure, run_largest_step
+from .kv_sizing import agree_on_blocks, graph_reserve, read_memory, run_largest_step
 from .mailbox import Inbox, Outbox
 from .model import TargetModel
 from .path_choice import PathChoice
@@ -273,7 +273,7 @@ class RankEngine:
         config = self.config
         target = self._target(model, exchange, num_blocks=1)
         state = StateReader(config, facts, LockstepRank(self.rank, {}, lambda _: None))
-        reading, step_bytes = measure(partial(run_largest_step, config, target, agreement, state), self._device)
+        reading, step_bytes = read_memory(partial(run_largest_step, config, target, agreement, state), self._device)
         refusal = target.attention.refusal
         entries = [entry for entry in plan_captures(config.limits).entries if refusal(entry) is None]
         attention_bytes = target.attention.graph_bytes(entries)

@@ -5,8 +5,7 @@ left of the share that `cache.gpu_memory_utilization` gives, less an estimate fo
 ranks take the smallest number of blocks that fits on any of them, so a request that fits on one fits on all.
 """
 
-from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,9 +24,9 @@ from .kv_cache import PADDING_BLOCK, PADDING_SLOT
 from .model import TargetModel
 from .rank_config import RankConfig
 from .request import Request, SamplingParams
+from .running_request import RunningRequest
 from .sampler import sample
 from .scheduler import BatchKind
-from .sequence import Sequence
 
 # An estimate of what one CUDA graph takes beside activations: its kernel nodes, and the allocator's rounding. Graphs of
 # the small models in docs/gpu-results.md took less.
@@ -70,7 +69,7 @@ def blocks_that_fit(reading: MemoryReading, utilization: float, bytes_of_block: 
     return max(0, reading.left(utilization) // bytes_of_block)
 
 
-def blocks_for_all(readings: abc.Sequence[MemoryReading], config: RankConfig) -> int:
+def blocks_for_all(readings: Sequence[MemoryReading], config: RankConfig) -> int:
     """The blocks of every rank: what fits on the fullest GPU, at most what the configuration can use.
 
     Args:
@@ -112,7 +111,7 @@ def agree_on_blocks(reading: MemoryReading, config: RankConfig, group: dist.Proc
     return blocks_for_all([MemoryReading._make(row) for row in received.tolist()], config)
 
 
-def measure(step: Callable[[], None], device: torch.device) -> tuple[MemoryReading, int]:
+def read_memory(step: Callable[[], None], device: torch.device) -> tuple[MemoryReading, int]:
     """Run a step on the GPU; returns the reading without graphs, and the bytes that the step took at its peak."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -126,9 +125,7 @@ def measure(step: Callable[[], None], device: torch.device) -> tuple[MemoryReadi
     return MemoryReading(total=total, others=others, peak=peak, graphs=0), peak - before
 
 
-def graph_reserve(
-    config: RankConfig, entries: abc.Sequence[CaptureEntry], step_bytes: int, attention_bytes: int
-) -> int:
+def graph_reserve(config: RankConfig, entries: Sequence[CaptureEntry], step_bytes: int, attention_bytes: int) -> int:
     """An estimate of what recording these entries takes: activations of the largest, and a share for each graph.
 
     Graphs of one pool reuse each other's activations, so only the largest counts, scaled from the largest step.
@@ -202,7 +199,7 @@ def run_largest_step(config: RankConfig, target: TargetModel, agreement: Agreeme
     sample(logits_NV, [_widest_draw(config)] * logits_NV.shape[0])
 
 
-def _widest_draw(config: RankConfig) -> Sequence:
+def _widest_draw(config: RankConfig) -> RunningRequest:
     """A request whose sampling takes the most memory: no limit is one that leaves a step of it out."""
     sampling = SamplingParams(temperature=1.0, top_k=max(1, config.spec.vocab_size - 1), top_p=0.9, seed=0)
-    return Sequence(Request(0, (0,), sampling), config.spec.context_length, None)
+    return RunningRequest(Request(0, (0,), sampling), config.spec.context_length, None)

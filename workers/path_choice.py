@@ -26,7 +26,7 @@ from ..dispatch.probe import Dropped, HostGroup, agree_on_refusals, attempt
 from ..dispatch.tuning import TableRow
 from ..graphs.backend import CaptureBackend
 from .calibrate import calibrate
-from .measure import LayerTimer
+from .layer_timer import LayerTimer
 from .rank_config import RankConfig
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ any batch, again after a preemption or a restart. Nothing is read back from the 
 import numpy
 import torch
 
-from .sequence import Sequence
+from .running_request import RunningRequest
 
 NOT_FINITE = -1
 """Stands for a token where the logits of a row are not finite."""
@@ -27,7 +27,9 @@ def greedy(logits_NV: torch.Tensor) -> torch.Tensor:
     return torch.where(is_finite_N, logits_NV.argmax(dim=-1), NOT_FINITE)
 
 
-def sample(logits_NV: torch.Tensor, sequences: list[Sequence], greedy_N: torch.Tensor | None = None) -> torch.Tensor:
+def sample(
+    logits_NV: torch.Tensor, sequences: list[RunningRequest], greedy_N: torch.Tensor | None = None
+) -> torch.Tensor:
     """The next token of each sequence.
 
     Args:
@@ -56,7 +58,7 @@ def sample(logits_NV: torch.Tensor, sequences: list[Sequence], greedy_N: torch.T
     return torch.where(greedy_N == NOT_FINITE, NOT_FINITE, tokens_N)
 
 
-def _draw(logits_MV: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+def _draw(logits_MV: torch.Tensor, sequences: list[RunningRequest]) -> torch.Tensor:
     """`[M]` tokens drawn from `[M, V]` logits, each by its sequence's own settings, seed and position."""
     sampling, vocab_size, device = [one.request.sampling for one in sequences], logits_MV.shape[1], logits_MV.device
 
@@ -84,7 +86,7 @@ def _draw(logits_MV: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     return torch.where(index_M < vocab_size, index_M, weights_MV.argmax(dim=-1))
 
 
-def _uniform_of(sequence: Sequence) -> float:
+def _uniform_of(sequence: RunningRequest) -> float:
     seed = sequence.request.sampling.seed
     assert seed is not None, "the driver gives every sampled request a seed"
     return uniform(seed, sequence.num_generated)

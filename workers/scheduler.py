@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from ..dispatch.limits import Limits
 from .kv_cache import BlockAllocator
 from .request import Completion, Progress, Request
-from .sequence import Sequence
+from .running_request import RunningRequest
 from .stop_texts import Decode
 
 
@@ -40,12 +40,12 @@ class Slice:
         reaches_end: whether the step yields the sequence's next token; a chunk in the middle of a prompt does not.
     """
 
-    sequence: Sequence
+    sequence: RunningRequest
     num_tokens: int
     reaches_end: bool
 
     @classmethod
-    def of(cls, sequence: Sequence, num_tokens: int) -> "Slice":
+    def of(cls, sequence: RunningRequest, num_tokens: int) -> "Slice":
         return cls(sequence, num_tokens, num_tokens == sequence.num_uncomputed)
 
 
@@ -95,8 +95,8 @@ class Scheduler:
         self._decode = decode
         self._prefills_whole = limits.chunked_prefill_size == 0
         self._max_cached_tokens = allocator.num_free * allocator.block_size
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
+        self._waiting: deque[RunningRequest] = deque()
+        self._running: list[RunningRequest] = []
         self.num_preemptions = 0
 
     @property
@@ -118,7 +118,7 @@ class Scheduler:
     def add(self, request: Request) -> Completion | None:
         """Queue a request; one that can never run is answered at once with an error."""
         problem = self._problem(request)
-        sequence = Sequence(request, self._max_length(request), self._decode)
+        sequence = RunningRequest(request, self._max_length(request), self._decode)
         if problem is not None:
             return sequence.completion("error", problem)
         self._waiting.append(sequence)
@@ -207,17 +207,17 @@ class Scheduler:
             while sequence in self._running and not self._allocator.grow(sequence.blocks, sequence.num_tokens):
                 self._preempt(self._running[-1])
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: RunningRequest) -> None:
         self._withdraw(sequence)
         sequence.num_computed = 0
         self._waiting.appendleft(sequence)
         self.num_preemptions += 1
 
-    def _remove(self, sequence: Sequence) -> None:
+    def _remove(self, sequence: RunningRequest) -> None:
         self._withdraw(sequence)
         sequence.is_over = True
 
-    def _withdraw(self, sequence: Sequence) -> None:
+    def _withdraw(self, sequence: RunningRequest) -> None:
         """Out of its queue and its blocks: steps under way still write these, but before any step that is to come."""
         self._allocator.release(sequence.blocks)
         (self._running if sequence in self._running else self._waiting).remove(sequence)

@@ -19,9 +19,9 @@ from .agreement import Agreement, Proposal, StateReader, StepPlan
 from .executor import SampledTokens, StepExecutor
 from .mailbox import Inbox, Intake, Outbox
 from .request import STEP_TIME_BOUNDS_S, Completion, Progress, RankStats
+from .running_request import RunningRequest
 from .sampler import NOT_FINITE
 from .scheduler import BatchKind, ScheduledBatch, Scheduler
-from .sequence import Sequence
 from .trace import StepTrace, TraceEvent
 
 logger = logging.getLogger(__name__)
@@ -261,7 +261,7 @@ class StepLoop:
         self._stats = msgspec.structs.replace(self._stats, **sums)
 
 
-def _result(token: int, sequence: Sequence) -> int | str:
+def _result(token: int, sequence: RunningRequest) -> int | str:
     if token == NOT_FINITE:
         return f"the model's logits are not finite after {len(sequence.token_ids)} tokens"
     return token

@@ -13,8 +13,8 @@ from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.graph_set import buffer_specs
 from expert_pool.workers.inputs import pack
 from expert_pool.workers.request import Request, SamplingParams
+from expert_pool.workers.running_request import RunningRequest
 from expert_pool.workers.scheduler import BatchKind, ScheduledBatch, Slice
-from expert_pool.workers.sequence import Sequence
 from rank_faults import replaced
 
 
@@ -105,7 +105,7 @@ def _inputs(engine: RankEngine, count: int) -> tuple[dict[str, torch.Tensor], di
     allocator, slices = engine._loop._scheduler._allocator, []
     for index in range(count):
         length = 5 + 3 * index
-        sequence = Sequence(Request(index, tuple(range(2, 2 + length)), SamplingParams()), 512, None)
+        sequence = RunningRequest(Request(index, tuple(range(2, 2 + length)), SamplingParams()), 512, None)
         sequence.num_computed = length - 1
         assert allocator.grow(sequence.blocks, length)
         slices.append(Slice.of(sequence, 1))

@@ -8,7 +8,7 @@ from .request import Completion, FinishReason, Progress, Request
 from .stop_texts import Decode, stop_position, stops_here
 
 
-class Sequence:
+class RunningRequest:
     """A request under way.
 
     Args:

@@ -6,7 +6,8 @@ where a request ends, so none ends twice.
 
 import asyncio
 import itertools
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -14,6 +15,8 @@ import msgspec
 from ..dispatch.errors import ExpertPoolError
 from ..workers.request import Completion, RankOutput, RankStats, Request, SamplingParams
 from .router import Router
+
+_STATS_INTERVAL_S = 1.0
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -60,10 +63,13 @@ class Ledger:
 
     Args:
         router: of the ranks there are at first.
+        clock: in seconds.
     """
 
-    def __init__(self, router: Router):
+    def __init__(self, router: Router, clock: Callable[[], float] = time.monotonic):
         self._router = router
+        self._clock = clock
+        self._stats_told_at: dict[int, float] = {}
         self._entries: dict[int, _Entry] = {}
         self._streams: set[Stream] = set()
         self._keys = itertools.count()
@@ -94,19 +100,22 @@ class Ledger:
         return self._router.assign()
 
     def settle(self, output: RankOutput) -> None:
-        """Take a rank's report in: tokens are noted, and completions go to the streams that wait for them."""
-        finished: dict[Stream, list[tuple[int, Completion]]] = {stream: [] for stream in self._streams}
+        """Take a rank's report in: tokens are noted, and completions go to the streams that wait for them.
+
+        Counters go along, and to streams for which nothing finished once a second: other callers may finish thousands.
+        """
         self._router.forget({completion.key for completion in output.completions})
+        finished: dict[Stream, list[tuple[int, Completion]]] = {}
         for completion in output.completions:
             entry = self._entries.pop(completion.key, None)
             if entry is not None:
                 index = entry.stream.index_of.pop(completion.key)
-                finished[entry.stream].append((index, completion))
+                finished.setdefault(entry.stream, []).append((index, completion))
         for progress in output.progress:
             if progress.key in self._entries:
                 self._entries[progress.key].token_ids.extend(progress.token_ids)
-        for stream, completions in finished.items():
-            stream.events.put_nowait(PoolEvent(tuple(completions), output.stats))
+        for stream in self._streams if self._is_time_for(output.stats) else finished:
+            stream.events.put_nowait(PoolEvent(tuple(finished.get(stream, ())), output.stats))
 
     def begin_anew(self, router: Router) -> None:
         """Other ranks take over: every unfinished request is to be handed out again, with the tokens it has."""
@@ -124,3 +133,11 @@ class Ledger:
         for stream in self._streams:
             stream.events.put_nowait(error)
         self._entries.clear()
+
+    def _is_time_for(self, stats: RankStats) -> bool:
+        """Whether counters of this DP rank go to every stream."""
+        now = self._clock()
+        is_time = now - self._stats_told_at.get(stats.dp_rank, float("-inf")) >= _STATS_INTERVAL_S
+        if is_time:
+            self._stats_told_at[stats.dp_rank] = now
+        return is_time

@@ -166,7 +166,7 @@ class ExpertPool:
         Args:
             prompts: texts, or token ids; a model folder without a tokenizer takes token ids only.
             sampling: for all prompts, or one each. Greedy with 128 tokens by default.
-            on_stats: receives the counters of a DP rank, about once a second each.
+            on_stats: receives the counters of a DP rank: with what finished there, and else about once a second each.
 
         Raises:
             ConfigError: a text where there is no tokenizer, or another number of sampling settings than prompts.

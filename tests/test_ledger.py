@@ -71,3 +71,19 @@ def test_notices_and_the_end_reach_every_caller():
     assert kept.num_unfinished == 0
     with pytest.raises(asyncio.QueueEmpty):
         streams[0].events.get_nowait()
+
+
+def test_what_other_callers_finish_brings_a_stream_counters_once_a_second_a_rank():
+    now = [100.0]
+    kept = Ledger(Router(1, window=2000), clock=lambda: now[0])
+    waiting, busy = kept.open(PROMPTS[:1]), kept.open(PROMPTS[:1] * 1000)
+    kept.assign()
+    for key in range(1, 1001):
+        now[0] += 0.002
+        kept.settle(RankOutput((completion(key),), RankStats(key % 2), ()))
+    assert [one.finished for one in events(busy)] == [((index, completion(index + 1)),) for index in range(1000)]
+    told = events(waiting)
+    assert [one.finished for one in told] == [()] * 4
+    assert sorted(one.stats.dp_rank for one in told) == [0, 0, 1, 1]
+    kept.settle(RankOutput((completion(0),), RankStats(0), ()))
+    assert [one.finished for one in events(waiting)] == [((0, completion(0)),)]

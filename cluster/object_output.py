@@ -5,9 +5,11 @@ once written is never touched again; a run that is started again reads all parts
 of another run's, so two runs on one folder lose nothing, though they would do the same work twice.
 """
 
+import contextlib
 import threading
 import time
 import uuid
+from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -34,6 +36,7 @@ class PartsWriter:
         self._run = uuid.uuid4().hex[:8]
         self._part_s = part_s
         self._parts = 0
+        self._part: str | None = None
         self._pending: list[bytes] = []
         self._pending_bytes = 0
         self._written = 0
@@ -86,8 +89,12 @@ class PartsWriter:
     def __enter__(self) -> "PartsWriter":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Whatever else ends the `with` block is not hidden by what could not be written."""
+        with contextlib.nullcontext() if kind is None else contextlib.suppress(ExpertPoolError):
+            self.close()
 
     def _open(self) -> tuple[Any, str]:
         try:
@@ -145,8 +152,10 @@ class PartsWriter:
                 lines = list(self._pending)
             if not lines:
                 return
-            name = f"part-{time.time_ns() // 1_000_000:014d}-{self._run}-{self._parts:06d}.jsonl"  # in order of time
-            self._folder.pipe_file(f"{self._path}/{name}", b"".join(lines))
+            # In order of time; kept until it is written: what a store took but did not confirm is then written over.
+            self._part = self._part or f"part-{time.time_ns() // 1_000_000:014d}-{self._run}-{self._parts:06d}.jsonl"
+            self._folder.pipe_file(f"{self._path}/{self._part}", b"".join(lines))
+            self._part = None
             self._parts += 1
             self._written += len(lines)
             with self._lock:

@@ -118,8 +118,13 @@ class CompletionWriter:
             return  # some network file systems know no locks
 
     def _read_finished(self) -> set[str]:
-        with open(self._path, "rb") as file:
-            finished, whole = finished_in(file, self._path)
+        try:
+            with open(self._path, "rb") as file:
+                finished, whole = finished_in(file, self._path)
+        except OSError as error:
+            raise ConfigError(
+                f"--output {self._path}: cannot be read to be continued: {error.strerror}; give another file"
+            ) from error
         self._file.truncate(whole)
         return finished
 

@@ -104,6 +104,11 @@ def test_a_path_below_a_file_is_refused(tmp_path):
         CompletionWriter(str(tmp_path / "file" / "out.jsonl"))
 
 
+def test_a_file_that_can_be_written_and_not_read_is_refused():
+    with pytest.raises(ConfigError, match=r"^--output .*/clear_refs: cannot be read to be continued: "):
+        CompletionWriter("/proc/self/clear_refs")
+
+
 def test_a_device_is_refused():
     with pytest.raises(ConfigError, match="/dev/full: is no regular file"):
         CompletionWriter("/dev/full")
@@ -251,6 +256,46 @@ def test_a_store_that_fails_for_a_while_loses_nothing_and_one_that_goes_on_faili
         monkeypatch.setattr(Unwritable, "refuses", False)
     with PartsWriter(url) as writer:
         assert writer.finished_ids == {"a", "b", "c"}
+
+
+class Unconfirmed(type(fsspec.filesystem("memory"))):
+    """A store that takes a part, and whose answer does not arrive the first time."""
+
+    protocol = "unconfirmed"
+    forgets = False
+
+    def pipe_file(self, path, value, **options):
+        super().pipe_file(path, value, **options)
+        if Unconfirmed.forgets:
+            Unconfirmed.forgets = False
+            raise TimeoutError("no answer")
+
+
+def test_a_part_that_the_store_took_but_did_not_confirm_is_written_once(store):
+    fsspec.register_implementation("unconfirmed", Unconfirmed, clobber=True)
+    filesystem, url = store
+    url = url.replace("memory:", "unconfirmed:")
+    with PartsWriter(url) as writer:
+        writer.write(line("a"))
+        Unconfirmed.forgets = True
+        with pytest.raises(ExpertPoolError, match="no answer"):
+            writer.flush()
+        writer.write(line("b"))
+        writer.flush()
+        writer.write(line("c"))
+    parts = [filesystem.cat(part).count(b"\n") for part in sorted(filesystem.glob(f"{url}/*.jsonl"))]
+    assert parts == [2, 1]
+    with PartsWriter(url) as writer:
+        assert writer.finished_ids == {"a", "b", "c"}
+
+
+def test_an_interrupt_is_not_hidden_by_a_store_that_refuses(store, monkeypatch):
+    fsspec.register_implementation("unwritable", Unwritable, clobber=True)
+    writer = PartsWriter(store[1].replace("memory:", "unwritable:"))
+    writer.write(line("a"))
+    monkeypatch.setattr(Unwritable, "refuses", True)
+    with pytest.raises(KeyboardInterrupt), writer:
+        raise KeyboardInterrupt
 
 
 def test_a_part_of_something_else_one_cut_short_and_an_unknown_store(store):

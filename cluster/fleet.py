@@ -30,7 +30,7 @@ class Fleet:
         environment: variables that every rank gets; see `cluster.environment`.
 
     Attributes:
-        config: what the present ranks are built from.
+        config: what the present ranks are built from, or those that are to come into the places there are.
         gang: the present ranks.
         loads: their reports after loading.
         graphs: what they recorded.
@@ -166,11 +166,12 @@ class Fleet:
         await asyncio.to_thread(self._placement.release)
 
     async def _move_to(self, config: RankConfig, timeout_s: float | None = None) -> AsyncIterator[str]:
+        """Other places. The fleet has that size once it has them: after a refusal it looks for all of them again."""
         await self.release()
-        self.config = config
         self._placement = self.places_for(config.layout.world_size, timeout_s)
         async for facts in self._placement.acquire():
             yield facts
+        self.config = config
 
     async def _largest_size_placed_anew(self) -> int | None:
         """Places for as many ranks as there is room for now."""

@@ -256,7 +256,10 @@ class _Run:
         except ExpertPoolError as error:  # as with graphs
             self.say(f"trace: unknown, {error}")
             return
-        self.say(trace.write(traces))
+        try:
+            self.say(trace.write(traces))
+        except ExpertPoolError as error:
+            self.say(str(error))
 
     def _report_graphs(self, pool: ExpertPool) -> None:
         try:

@@ -78,7 +78,7 @@ class Collector:
             except LOST:
                 return
             self.stats[output.stats.dp_rank] = output.stats
-            self._metrics.report(output.stats, at_once=output.is_last)
+            self._measure(self._metrics.report, output.stats, output.is_last)
             self._ledger.settle(output)
             if output.is_last:
                 return
@@ -89,11 +89,17 @@ class Collector:
         while True:
             await asyncio.sleep(LOAD_INTERVAL_S)
             try:
-                counts = await asyncio.gather(*(_await(leader.expert_counts.remote()) for leader in leaders))
+                counts = await asyncio.gather(*(leader.expert_counts.remote() for leader in leaders))
             except LOST:
                 return
-            self._metrics.report_expert_load(counts)
+            except Exception:
+                logger.exception("expert load is unknown this time")
+                continue
+            self._measure(self._metrics.report_expert_load, counts)
 
-
-async def _await(ref: Any) -> Any:
-    return await ref
+    def _measure(self, report: Callable[..., None], *values: Any) -> None:
+        """Metrics that cannot be set keep nobody from an answer."""
+        try:
+            report(*values)
+        except Exception:
+            logger.exception("metrics could not be set")

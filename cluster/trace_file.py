@@ -17,7 +17,7 @@ class TraceFile:
     """Where `generate --trace` writes.
 
     Args:
-        path: of the file, which is made, or emptied, at once.
+        path: of the file, which is made at once, and keeps what it holds until it is written.
 
     Raises:
         ConfigError: it cannot be written.
@@ -27,7 +27,7 @@ class TraceFile:
         self._path = Path(path)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_bytes(b"")
+            self._path.open("ab").close()
         except OSError as error:
             raise ConfigError(f"--trace {path}: cannot be written: {error.strerror}") from error
 

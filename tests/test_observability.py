@@ -1,9 +1,11 @@
 """What a pool shows of itself: metrics as Ray exports them, the dashboard over them, traces, status, and log lines."""
 
+import io
 import itertools
 import json
 import logging
 import re
+import sys
 import time
 import urllib.request
 from array import array
@@ -17,10 +19,12 @@ import ray
 import torch
 from click.testing import CliRunner
 from expert_pool.cluster import ExpertPool, Limits, PoolConfig, SamplingParams, WorkerConfig
-from expert_pool.cluster.cli import main
+from expert_pool.cluster.cli import _Run, main
 from expert_pool.cluster.metrics import METRICS, PoolMetrics, imbalance
+from expert_pool.cluster.pool import _get
 from expert_pool.cluster.status_report import print_status
 from expert_pool.cluster.trace_clock import offset_of
+from expert_pool.cluster.trace_file import TraceFile
 from expert_pool.dispatch.layout import Layout
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.logs import KeyValueFormatter
@@ -30,6 +34,7 @@ from plain_ranks import run_on_ranks
 from rank_insides import run_script
 from rich.console import Console
 from transformers import AutoModelForCausalLM
+from waiting import holds_in_time
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DASHBOARD = REPOSITORY / "ray_configs" / "grafana" / "expert_pool.json"
@@ -42,6 +47,7 @@ SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_s
 @pytest.fixture(scope="module")
 def pool(tiny_moe) -> Iterator[ExpertPool]:
     """Two ranks that are watched in every way, after they have run a few requests."""
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not see the folder of the tests
     ray.init(
         address="local",
         num_cpus=2 * RANKS,
@@ -141,6 +147,55 @@ def test_every_metric_of_the_dashboard_is_one_that_the_pool_registers():
         for tags in re.findall(r"by \(([^)]*)\)", query):
             known = {tag for name in re.findall(r"\bray_\w+", query) for tag in registered[name].tags}
             assert {tag.strip() for tag in tags.split(",")} <= known | {"pool", "le"}
+
+
+def test_metrics_that_cannot_be_set_keep_nobody_from_an_answer_and_are_set_again_later(pool):
+    on_driver = pool._driver.__ray_call__.remote
+    restarts = pool.status().restarts
+    _get(on_driver(make_metrics_raise))
+    assert len(list(pool.generate(PROMPTS, SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)))) == len(PROMPTS)
+    raised = lambda: set(_get(on_driver(lambda driver: driver.raised))) == {"report", "report_expert_load"}  # noqa: E731
+    assert holds_in_time(raised, within_s=15)
+    _get(on_driver(count_metrics_again))
+    assert holds_in_time(lambda: _get(on_driver(lambda driver: driver.loads_reported)) > 0, within_s=15)
+    assert (pool.status().state, pool.status().restarts) == ("ready", restarts)
+
+
+def make_metrics_raise(driver: Any) -> None:
+    driver.raised = []
+
+    def raising(name: str) -> Any:
+        def report(*values: Any, **options: Any) -> None:
+            driver.raised.append(name)
+            raise ValueError("the metrics agent is gone")
+
+        return report
+
+    for name in ("report", "report_expert_load"):
+        setattr(driver._life._metrics, name, raising(name))
+
+
+def count_metrics_again(driver: Any) -> None:
+    metrics, driver.loads_reported = driver._life._metrics, 0
+    del metrics.report, metrics.report_expert_load
+    report = metrics.report_expert_load
+
+    def counting(counts: Any) -> None:
+        report(counts)
+        driver.loads_reported += 1
+
+    metrics.report_expert_load = counting
+
+
+@pytest.mark.long
+def test_a_trace_that_cannot_be_written_is_no_failure_of_the_run(pool, tmp_path):
+    """All results are there."""
+    trace = TraceFile(str(tmp_path / "trace.json"))
+    (tmp_path / "trace.json").unlink()
+    (tmp_path / "trace.json").mkdir()
+    console = Console(file=io.StringIO(), width=200)
+    _Run([], "", "", console, False, trace)._write_trace(pool, trace)
+    assert "cannot be written: Is a directory" in console.file.getvalue()
 
 
 @pytest.mark.long

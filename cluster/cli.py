@@ -20,11 +20,12 @@ from .cli_options import cluster_options, pool_config, pool_options, refuse_pool
 from .graph_report import graph_summary, graph_table
 from .output import OutputWriter, open_output
 from .output_line import OutputLine
-from .pool import ExpertPool, PoolCompletion, validate
+from .pool import ExpertPool, PoolCompletion
 from .progress import GenerationProgress
 from .prompts import PromptEntry, read_prompts
 from .tokens import load_tokenizer, tokenize
 from .trace_file import TraceFile
+from .validation import validate
 
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -90,8 +91,9 @@ def generate(
         run = _Run(read_prompts(prompts_path, defaults), prompts_path, output_path, console, show_graphs, trace)
         if config is not None:
             config = config if trace is None else trace.traced(config)
-            spec = validate(config).spec
-            sys.exit(run.complete(spec, partial(ExpertPool.launch, config, report=run.say)))
+            rank_config = validate(config)
+            launch_pool = partial(ExpertPool.launch, config, report=run.say, rank_config=rank_config)
+            sys.exit(run.complete(rank_config.spec, launch_pool))
         assert pool_name is not None
         refuse_pool_options(options, pool_name)
         pool = ExpertPool.connect(pool_name, options["address"], report=run.say)

@@ -157,19 +157,21 @@ def resolve(config: PoolConfig, spec: ModelSpec, environment: Mapping[str, str] 
         ConfigError: experts that cannot be divided over the ranks, or a step that could exceed a buffer; names every
             such problem.
     """
-    _refuse_bounds(config)
     rank_config = resolve_unchecked(config, spec, environment)
-    problems = configuration_problems(rank_config)
+    problems = (*bounds_problems(config), *configuration_problems(rank_config))
     if problems:
         raise ConfigError("; ".join(problems))
     return rank_config
 
 
-def _refuse_bounds(config: PoolConfig) -> None:
+def bounds_problems(config: PoolConfig) -> list[str]:
+    """What is wrong with the sizes that the pool may have, each with the setting to change."""
+    problems = []
     if config.min_ranks is not None and not 1 <= config.min_ranks <= config.ranks:
-        raise ConfigError(f"min_ranks={config.min_ranks} is not between 1 and ranks={config.ranks}: set it so")
+        problems.append(f"min_ranks={config.min_ranks} is not between 1 and ranks={config.ranks}: set it so")
     if config.max_ranks is not None and config.max_ranks < config.ranks:
-        raise ConfigError(f"max_ranks={config.max_ranks} is below ranks={config.ranks}: set it to that or more")
+        problems.append(f"max_ranks={config.max_ranks} is below ranks={config.ranks}: set it to that or more")
+    return problems
 
 
 def resolve_unchecked(config: PoolConfig, spec: ModelSpec, environment: Mapping[str, str] = os.environ) -> RankConfig:

@@ -1,8 +1,5 @@
 """What a pool would take, before anything is started: buffers, bounds and what decided them, graphs, and what fails."""
 
-import os
-from collections.abc import Callable
-
 import msgspec
 from rich.console import Console
 from rich.table import Table
@@ -16,15 +13,13 @@ from ..dispatch.budget import (
     prefill_setting,
 )
 from ..dispatch.capacity import CAPACITY_VARIABLE
-from ..dispatch.errors import CheckpointError, ConfigError
 from ..dispatch.limits import ALL_TO_ALL_KINDS, Limits, step_widths
 from ..graphs.plan import CaptureEntry, plan_captures
-from ..workers.checkpoint import check_weights
-from ..workers.inspection import inspect_model
 from ..workers.rank_config import RankConfig
-from .config import PoolConfig, configuration_problems, refuse_unbuilt, resolve_unchecked
-from .gpu_memory import MemoryNeed, memory_need, memory_problem
+from .config import PoolConfig, resolve_unchecked
+from .gpu_memory import MemoryNeed, memory_need
 from .planned_buffers import PlannedBuffer, planned_buffers
+from .validation import inspected, launch_refusals, pool_problems
 
 
 class PlannedBound(msgspec.Struct, frozen=True):
@@ -88,8 +83,7 @@ def plan_pool(config: PoolConfig) -> PlanReport:
     Raises:
         ConfigError: the model or a single setting makes no sense.
     """
-    spec = inspect_model(os.path.abspath(os.path.expanduser(config.model)), config.dtype)
-    rank_config = resolve_unchecked(config, spec)
+    rank_config = resolve_unchecked(config, inspected(config))
     return PlanReport(
         config=rank_config,
         buffers=planned_buffers(rank_config),
@@ -98,14 +92,9 @@ def plan_pool(config: PoolConfig) -> PlanReport:
         kv_cache_tokens=(rank_config.num_blocks - 1) * rank_config.block_size,
         gpu_memory=memory_need(config, rank_config),
         gpu_memory_given=config.placement.gpu_memory_bytes is not None,
-        problems=(*configuration_problems(rank_config), *_memory_problems(config, rank_config)),
-        refusals=_refusals(rank_config),
+        problems=pool_problems(config, rank_config),
+        refusals=launch_refusals(rank_config),
     )
-
-
-def _memory_problems(config: PoolConfig, rank_config: RankConfig) -> tuple[str, ...]:
-    problem = memory_problem(config, rank_config)
-    return () if problem is None else (problem,)
 
 
 def _bounds(config: RankConfig, given: Limits) -> tuple[PlannedBound, ...]:
@@ -140,19 +129,6 @@ def _graphs(config: RankConfig) -> tuple[PlannedGraphs, ...]:
         )
         for (kind, width), entries in kinds.items()
     )
-
-
-def _refusals(config: RankConfig) -> tuple[str, ...]:
-    refusals = []
-    checks: list[Callable[[], None]] = [lambda: refuse_unbuilt(config.limits, config.experts, config.worker.device)]
-    if config.weights == "checkpoint":
-        checks.insert(0, lambda: check_weights(config.spec))
-    for check in checks:
-        try:
-            check()
-        except (CheckpointError, ConfigError) as error:
-            refusals.append(str(error))
-    return tuple(refusals)
 
 
 def print_plan(report: PlanReport, console: Console) -> None:

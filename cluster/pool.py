@@ -1,7 +1,6 @@
 """The Python API: launch a pool, generate, shut down."""
 
 import logging
-import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
@@ -15,7 +14,7 @@ from ..dispatch.errors import ConfigError, DriverRestartError, RankError
 from ..workers.rank_config import RankConfig
 from ..workers.request import Completion, FinishReason, RankStats, SamplingParams
 from ..workers.trace import RankTrace
-from .config import PoolConfig, checked, refuse_unbuilt, resolve
+from .config import PoolConfig, checked
 from .driver_handle import get as _get
 from .driver_handle import named_driver, new_driver, patient, stream
 from .failure import LOST
@@ -25,6 +24,7 @@ from .pool_status import PoolStatus
 from .session import connect_ray, join_ray
 from .tokens import load_tokenizer, tokenize
 
+from .validation import validate
 logger = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 30.0
@@ -92,6 +92,7 @@ class ExpertPool:
         name: str | None = None,
         detached: bool = False,
     ) -> "ExpertPool":
+        rank_config: RankConfig | None = None,
         """Validate, place, start and load a pool; returns when it can generate.
 
         Args:
@@ -102,6 +103,7 @@ class ExpertPool:
             detached: it stays until it is shut down; otherwise it ends with the process that launches it, however that
                 ends, and gives its places back.
 
+            rank_config: what `validate` returned for this very configuration; unset: it is validated here.
         Raises:
             ConfigError: the model folder or the configuration cannot work, the name is taken, or a detached pool has
                 no name or no cluster to stay in; no rank was started.
@@ -111,7 +113,7 @@ class ExpertPool:
         config = checked(config)
         if name == "" or (detached and name is None):
             raise ConfigError("a detached pool needs a name, and a name is not empty: nobody would find it again")
-        rank_config = validate(config)
+        rank_config = rank_config or validate(config)
         tokenizer = load_tokenizer(rank_config.spec)
         owns_ray = connect_ray(config, report, must_exist=detached)
         try:
@@ -266,23 +268,6 @@ class ExpertPool:
                 on_stats(event.stats)
             for index, completion in event.finished:
                 yield _pool_completion(index, requests[index], completion)
-
-
-def validate(config: PoolConfig) -> RankConfig:
-    """Everything that can fail without starting anything: the folder, its weights' headers, sizes, divisibility."""
-    # PyTorch and Transformers take seconds to import; `--help` and a typo in a config should not wait for them.
-    from ..workers.checkpoint import check_weights
-    from ..workers.inspection import inspect_model
-    from .gpu_memory import check_memory
-
-    # Ranks run in other working directories, so a relative folder is made absolute where it was written.
-    spec = inspect_model(os.path.abspath(os.path.expanduser(config.model)), config.dtype)
-    refuse_unbuilt(config.limits, config.experts, config.worker.device)
-    rank_config = resolve(config, spec)
-    check_memory(config, rank_config)
-    if config.weights == "checkpoint":
-        check_weights(spec)
-    return rank_config
 
 
 def _with_seed(sampling: SamplingParams) -> SamplingParams:

@@ -12,7 +12,7 @@ import ray
 from click.testing import CliRunner
 from expert_pool.cluster import PoolConfig, load_config
 from expert_pool.cluster.cli import main
-from expert_pool.cluster.pool import validate
+from expert_pool.cluster.validation import validate
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/geometry.md", "docs/operations.md")

@@ -8,10 +8,11 @@ import ray
 import torch
 import yaml
 from click.testing import CliRunner
-from expert_pool.cluster import CacheConfig, Limits, PoolConfig, WorkerConfig
+from expert_pool.cluster import CacheConfig, ConfigError, Limits, PoolConfig, WorkerConfig
 from expert_pool.cluster.cli import main
 from expert_pool.cluster.config import cutedsl_problems
 from expert_pool.cluster.plan_report import plan_pool
+from expert_pool.cluster.validation import validate
 from expert_pool.dispatch.capacity import CAPACITY_VARIABLE
 from expert_pool.dispatch.collectives import Collectives
 from expert_pool.dispatch.experts.pair_budget import ExpertShape, pair_budget
@@ -260,6 +261,17 @@ def test_plan_says_that_a_capacity_rests_where_nothing_uses_it(tiny_moe, tmp_pat
     limits = {"max_dispatch_tokens_per_rank": 1}
     output = plan(tiny_moe, tmp_path, ranks=2, dispatch="allgather", limits=limits)
     assert "limits.max_dispatch_tokens_per_rank rests: dispatch allgather is not an all-to-all" in output
+
+
+def test_what_a_launch_refuses_a_plan_refuses(tiny_moe):
+    config = PoolConfig(model=tiny_moe, ranks=2, min_ranks=4, max_ranks=1, dispatch="alltoall")
+    problems = plan_pool(config).problems
+    assert problems == (
+        "min_ranks=4 is not between 1 and ranks=2: set it so",
+        "max_ranks=1 is below ranks=2: set it to that or more",
+    )
+    with pytest.raises(ConfigError, match="; ".join(problems)):
+        validate(config)
 
 
 def test_a_plan_that_holds_has_no_problems(tiny_moe):

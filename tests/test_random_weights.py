@@ -7,7 +7,7 @@ import pytest
 import torch
 from expert_pool.cluster import CheckpointError, PoolConfig, SamplingParams
 from expert_pool.cluster.config import resolve
-from expert_pool.cluster.pool import validate
+from expert_pool.cluster.validation import validate
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.inspection import inspect_model
 from plain_ranks import PlainRanks, run_on_ranks

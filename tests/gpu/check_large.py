@@ -29,7 +29,8 @@ from expert_pool.cluster import (
     SamplingParams,
     WorkerConfig,
 )
-from expert_pool.cluster.pool import _get, validate
+from expert_pool.cluster.pool import _get
+from expert_pool.cluster.validation import validate
 from expert_pool.dispatch.tuning import Tuning
 from expert_pool.workers.model_spec import ModelSpec
 from harness import begin_session, end_after, in_time, save_config, say

@@ -237,7 +237,9 @@ class _Run:
             if not spec.has_tokenizer and (is_text or entry.sampling.stop):
                 what = "the prompt is text" if is_text else f"stop={entry.sampling.stop!r} is text"
                 raise self._bad(entry, f"{what}, and the model folder carries no tokenizer: give token ids alone")
-        token_ids = tokenize([entry.prompt for entry in self.entries], load_tokenizer(spec))
+        prompts = [entry.prompt for entry in self.entries]
+        tokenizer = load_tokenizer(spec) if any(isinstance(prompt, str) for prompt in prompts) else None
+        token_ids = tokenize(prompts, tokenizer)
         for entry, ids in zip(self.entries, token_ids, strict=True):
             if foreign := [token for token in ids if not 0 <= token < spec.vocab_size]:
                 raise self._bad(entry, f"token id {foreign[0]} is outside the model's vocabulary of {spec.vocab_size}")

@@ -83,8 +83,9 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             tensor of an expert, calibrated scales for activations) and `fp8_blockwise` (scales of 128-blocks) are those
             of the mega kernel on Hopper; `nvfp4` is for CuTe DSL experts behind FlashInfer's all-to-all on Blackwell.
         tuning: how `measured` chooses.
-        address: a Ray cluster; unset: the one this process is in or finds, else a local one that holds the ranks.
-            `local` always starts one.
+        address: HOST:PORT of a Ray cluster's GCS; unset: the session that this process is in, else the cluster that
+            `RAY_ADDRESS` names, else one that is found, else a local one that holds the ranks. `local` starts one. In a
+            process that is in a session already, any other address is refused.
         limits: bounds of a step.
         cache: size of the KV cache.
         worker: how a rank computes.

@@ -1,5 +1,6 @@
 """The Python API: launch a pool, generate, shut down."""
 
+import functools
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,10 +22,10 @@ from .failure import LOST
 from .ledger import PoolEvent, Prompt
 from .lifeline import lasting_lifeline_to, lifeline_to
 from .pool_status import PoolStatus
-from .session import connect_ray, join_ray
+from .session import connect_ray, join_ray, leave_ray
 from .tokens import load_tokenizer, tokenize
-
 from .validation import validate
+
 logger = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 30.0
@@ -70,15 +71,15 @@ class ExpertPool:
         self,
         driver: Any,
         rank_config: RankConfig,
-        tokenizer: Any,
+        tokenizer: Callable[[], Any],
         owns_pool: bool,
-        owns_ray: bool,
+        holds_ray: bool,
         report: Callable[[str], None] = logger.info,
     ):
         self._driver = driver
         self._tokenizer = tokenizer
         self._owns_pool = owns_pool
-        self._owns_ray = owns_ray
+        self._holds_ray = holds_ray
         self._report = report
         self._belonging: list[Any] = []  # kept, for Ray repeats a call only as long as somebody may want its result
         self.rank_config = rank_config
@@ -91,8 +92,8 @@ class ExpertPool:
         *,
         name: str | None = None,
         detached: bool = False,
-    ) -> "ExpertPool":
         rank_config: RankConfig | None = None,
+    ) -> "ExpertPool":
         """Validate, place, start and load a pool; returns when it can generate.
 
         Args:
@@ -102,8 +103,8 @@ class ExpertPool:
             name: under which other processes of the cluster can `connect` to it.
             detached: it stays until it is shut down; otherwise it ends with the process that launches it, however that
                 ends, and gives its places back.
-
             rank_config: what `validate` returned for this very configuration; unset: it is validated here.
+
         Raises:
             ConfigError: the model folder or the configuration cannot work, the name is taken, or a detached pool has
                 no name or no cluster to stay in; no rank was started.
@@ -115,13 +116,13 @@ class ExpertPool:
             raise ConfigError("a detached pool needs a name, and a name is not empty: nobody would find it again")
         rank_config = rank_config or validate(config)
         tokenizer = load_tokenizer(rank_config.spec)
-        owns_ray = connect_ray(config, report, must_exist=detached)
+        holds_ray = connect_ray(config, report, must_exist=detached)
         try:
             driver = new_driver(config, rank_config, name, has_owner=not detached)
-            pool = cls(driver, rank_config, tokenizer, not detached, owns_ray, report)
+            pool = cls(driver, rank_config, lambda: tokenizer, not detached, holds_ray, report)
         except BaseException:
-            if owns_ray:
-                ray.shutdown()
+            if holds_ray:
+                leave_ray()
             raise
         try:
             if not detached:
@@ -145,17 +146,20 @@ class ExpertPool:
 
         Args:
             name: as it was launched.
-            address: of the Ray cluster, where this process is in no session yet; unset: one that is found.
+            address: of the Ray cluster; unset: the session that this process is in, else what `RAY_ADDRESS` names, else
+                one that is found.
             report: receives a line about the cluster.
 
         Raises:
-            ConfigError: there is no cluster, or no pool of that name in it.
+            ConfigError: there is no cluster, or no pool of that name in it, or this process is in another session.
             RankError: the pool's driver actor is gone for good; one that is started anew is waited for.
         """
         join_ray(address, report)
         driver = named_driver(name)
         rank_config = _get(patient(driver.rank_config).remote())
-        return cls(driver, rank_config, load_tokenizer(rank_config.spec), False, False, report)
+        # Who only asks how a pool stands, or sends token ids, need not have the model folder.
+        tokenizer = functools.cache(functools.partial(load_tokenizer, rank_config.spec))
+        return cls(driver, rank_config, tokenizer, False, False, report)
 
     def generate(
         self,
@@ -171,6 +175,7 @@ class ExpertPool:
             on_stats: receives the counters of a DP rank: with what finished there, and else about once a second each.
 
         Raises:
+            CheckpointError: a text, and the model folder's tokenizer cannot be read from here.
             ConfigError: a text where there is no tokenizer, or another number of sampling settings than prompts.
             DriverRestartError: the pool's driver actor ended, and the requests in flight with it; completions yielded
                 before stay valid. It is started anew: ask again for those that are missing, which waits for the pool.
@@ -186,9 +191,10 @@ class ExpertPool:
         for one in each:
             if not isinstance(one, SamplingParams):
                 raise ConfigError(f"sampling settings are SamplingParams, not {type(one).__name__}: {one!r:.60}")
+        tokenizer = self._tokenizer() if any(isinstance(prompt, str) for prompt in prompts) else None
         requests = [
             Prompt(token_ids, _with_seed(one))
-            for token_ids, one in zip(tokenize(prompts, self._tokenizer), each, strict=True)
+            for token_ids, one in zip(tokenize(prompts, tokenizer), each, strict=True)
         ]
         return self._completions(requests, on_stats)
 
@@ -236,8 +242,8 @@ class ExpertPool:
             logger.warning("the driver did not shut down in order (%s); its ranks end with it", error)
         finally:
             ray.kill(driver)
-            if self._owns_ray:
-                ray.shutdown()
+            if self._holds_ray:
+                leave_ray()
 
     def __enter__(self) -> "ExpertPool":
         return self

@@ -1,12 +1,15 @@
 """Being in a Ray session: one that is there, one that is found, or a local one that holds a pool."""
 
+import ipaddress
 import logging
 import math
+import os
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -18,8 +21,23 @@ _CONNECT_S = 10.0
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
+@dataclass
+class _LocalCluster:
+    """The cluster that this process started for its pools, by the id of its node, and how many pools hold it."""
+
+    node_id: str = ""
+    pools: int = 0
+
+    @property
+    def is_here(self) -> bool:
+        return self.pools > 0 and ray.is_initialized() and ray.get_runtime_context().get_node_id() == self.node_id
+
+
+_local = _LocalCluster()
+
+
 def connect_ray(config: PoolConfig, report: Callable[[str], None], must_exist: bool = False) -> bool:
-    """Be in a Ray session; returns whether this call started a local cluster, which then ends with the pool.
+    """Be in a Ray session; returns whether it is a local one of this process's pools: then `leave_ray` is to be called.
 
     Args:
         config: says which cluster, and what a local one has to hold.
@@ -27,59 +45,111 @@ def connect_ray(config: PoolConfig, report: Callable[[str], None], must_exist: b
         must_exist: never start one: what outlives this process cannot live in a cluster that does not.
 
     Raises:
-        ConfigError: no cluster answers at the address, or there is none where one must exist, or this machine has too
-            few GPUs for a local one.
+        ConfigError: no cluster answers at the address, this process is in another one, or there is none where one must
+            exist, or this machine has too few GPUs for a local one.
     """
-    if ray.is_initialized():
-        return False
     with _own_sigterm_handler():
-        if config.address != "local" and _joined(config.address, report):
+        if ray.is_initialized():
+            _refuse_other_session(config.address)
+            if not _local.is_here:
+                return False
+        elif _joined(config.address, report):
             return False
         if must_exist:
             raise ConfigError(
                 "a detached pool outlives its launcher, and so needs a Ray cluster that is there already "
                 f"(address={config.address!r}): start one with `ray start --head`, or give its address"
             )
-        _start_local(config, report)
+        if not _local.is_here:
+            _start_local(config, report)
+            _local.node_id, _local.pools = ray.get_runtime_context().get_node_id(), 0
+        _local.pools += 1
         return True
+
+
+def leave_ray() -> None:
+    """A pool that holds this process's local cluster has ended; the last one takes the cluster along."""
+    if _local.is_here:
+        _local.pools -= 1
+        if not _local.pools:
+            ray.shutdown()
 
 
 def join_ray(address: str | None, report: Callable[[str], None]) -> None:
     """Be in the Ray session that is there, or at this address.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or this process is in another one.
     """
     if ray.is_initialized():
+        _refuse_other_session(address)
         return
     with _own_sigterm_handler():
         if not _joined(address, report):
-            raise ConfigError("no Ray cluster is found from here: give its address (--address), or set RAY_ADDRESS")
+            raise ConfigError(
+                "no Ray cluster is found from here: give the HOST:PORT of its GCS (--address), or set RAY_ADDRESS to it"
+            )
 
 
 @contextmanager
 def _own_sigterm_handler() -> Iterator[None]:
     """Ray puts its SIGTERM handler over that of the program; here one that the program set stays."""
     handler = signal.getsignal(signal.SIGTERM)
-    yield
-    if callable(handler) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _joined(address: str | None, report: Callable[[str], None]) -> bool:
-    """Join the cluster at this address, or one that is found; returns whether there is one to be found."""
-    _refuse_silent_address(address)
+    """Join the cluster at this address, or at `RAY_ADDRESS`, or one that is found; returns whether there is any.
+
+    Raises:
+        ConfigError: an address is given and no cluster answers there.
+    """
+    given = address or os.environ.get("RAY_ADDRESS") or "auto"
+    setting = f"address={given!r}" if address else f"RAY_ADDRESS={given!r} in the environment"
+    if given == "local":
+        return False
+    _refuse_other_servers(given, setting)
+    _refuse_silent_address(given, setting)
     try:
-        ray.init(address=address or "auto", **_QUIET)
-    except ConnectionError as error:
-        if address is not None:
+        ray.init(address=given, **_QUIET)
+    except (ConnectionError, ValueError) as error:
+        if given != "auto":
             raise ConfigError(
-                f"address={address!r}: no Ray cluster answers there: {error}. A cluster that asks for Ray's token "
+                f"{setting}: no Ray cluster answers there: {error}. A cluster that asks for Ray's token "
                 "answers those that have it and set RAY_AUTH_MODE=token"
             ) from error
         return False
     report(f"connected to the Ray cluster at {ray.get_runtime_context().gcs_address}")
     return True
+
+
+def _refuse_other_session(address: str | None) -> None:
+    """A process is in one Ray session at a time, so an address can only be that of the one it is in."""
+    here = ray.get_runtime_context().gcs_address
+    if address in (None, "", "auto", here):
+        return
+    host, _, port = str(address).rpartition(":")
+    own_host, _, own_port = here.rpartition(":")
+    if port == own_port and _reach_the_same(host, own_host):
+        return
+    raise ConfigError(
+        f"address={address!r}, and this process is in the Ray session at {here} already: leave the address out, or "
+        "call ray.shutdown() before, or launch the pool from a process of its own"
+    )
+
+
+def _reach_the_same(host: str, own_host: str) -> bool:
+    try:
+        reached, own = socket.gethostbyname(host.strip("[]")), socket.gethostbyname(own_host.strip("[]"))
+    except OSError:
+        return False
+    if ipaddress.ip_address(reached).is_loopback:
+        return own in (reached, ray.util.get_node_ip_address())
+    return reached == own
 
 
 def _start_local(config: PoolConfig, report: Callable[[str], None]) -> None:
@@ -103,12 +173,25 @@ def _start_local(config: PoolConfig, report: Callable[[str], None]) -> None:
     report(f"started a local Ray cluster for {config.ranks} ranks")
 
 
-def _refuse_silent_address(address: str | None) -> None:
+def _refuse_other_servers(address: str, setting: str) -> None:
+    """Ray has servers of other kinds, and the program that places ranks has to be a part of the cluster."""
+    if "://" not in address:
+        return
+    if address.startswith("ray://"):
+        kind = "Ray Client, through which a pool cannot be driven: run this on the cluster, with `ray job submit`, say"
+    elif address.startswith("http"):
+        kind = "the job server, which takes `ray job submit`"
+    else:
+        kind = "not an address that Ray knows"
+    raise ConfigError(f"{setting} is {kind}; an address here is the HOST:PORT of the cluster's GCS, such as HOST:6379")
+
+
+def _refuse_silent_address(address: str, setting: str) -> None:
     """Ray waits for minutes, and says nothing, for a cluster that is not there; a connection tells at once."""
-    host, _, port = (address or "").rpartition(":")
+    host, _, port = address.rpartition(":")
     if not port.isdigit():
         return
     try:
-        socket.create_connection((host.rpartition("/")[2].strip("[]"), int(port)), timeout=_CONNECT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"address={address!r}: no Ray cluster answers there: {error}") from error
+        raise ConfigError(f"{setting}: no Ray cluster answers there: {error}") from error

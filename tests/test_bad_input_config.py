@@ -106,6 +106,28 @@ def test_an_address_where_no_cluster_answers(refused, prompts_file, random_model
 
 def test_gpus_that_a_machine_lacks_are_missed_at_once(tiny_moe, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
+@pytest.mark.parametrize(
+    ("address", "complaint"),
+    [
+        ("127.0.0.1:1", "no Ray cluster answers there"),
+        ("http://127.0.0.1:8265", "is the job server, which takes `ray job submit`; an address here is the HOST:PORT"),
+        ("ray://127.0.0.1:10001", "is Ray Client, through which a pool cannot be driven: run this on the cluster"),
+        ("somewhere", "no Ray cluster answers there"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "status"])
+def test_an_address_in_the_environment_is_held_to_like_one_that_is_given(
+    command, address, complaint, refused, prompts_file, random_models, tmp_path, monkeypatch
+):
+    """Nothing starts a local cluster instead."""
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    prompts = prompts_file({"prompt_token_ids": [5]})
+    run = ("generate", "--model", random_models["qwen3_moe"], "--prompts", prompts, "--output", tmp_path / "out.jsonl")
+    said = refused(*(run if command == "generate" else ("status", "--pool", "shared")))
+    assert said.startswith(f"refused: RAY_ADDRESS={address!r} in the environment")
+    assert complaint in said
+
+
     prompts.write_text('{"prompt": "x"}\n')
     arguments = ["--model", tiny_moe, "--device", "cuda", "--ranks", "2", "--address", "local"]
     result = CliRunner().invoke(

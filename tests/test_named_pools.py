@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import psutil
 import pytest
 import ray
 from click.testing import CliRunner
-from expert_pool.cluster import ConfigError, ExpertPool, PoolConfig, RankError, SamplingParams
+from expert_pool.cluster import CheckpointError, ConfigError, ExpertPool, PoolConfig, RankError, SamplingParams
 from expert_pool.cluster.cli import main
 from expert_pool.cluster.driver_handle import NAMESPACE
 from ray.util.placement_group import placement_group_table
@@ -156,19 +157,30 @@ def test_a_pool_ends_with_the_actor_that_launched_it_though_the_job_goes_on(addr
     assert eventually(lambda: not any(map(psutil.pid_exists, pids)))
 
 
-def test_a_detached_pool_needs_a_name_and_a_cluster_that_stays(random_models):
-    config = PoolConfig(model=random_models["qwen3_moe"])
-    with pytest.raises(ConfigError, match="a detached pool needs a name"):
-        ExpertPool.launch(config, detached=True)
-    ray.shutdown()
-    with pytest.raises(ConfigError, match=r"outlives its launcher.*`ray start --head`"):
-        ExpertPool.launch(PoolConfig(model=random_models["qwen3_moe"], address="local"), name="x", detached=True)
-    assert not ray.is_initialized()
-
-
 def test_more_open_calls_than_ray_allows_by_itself_keep_nobody_waiting(address, random_models):
     with ExpertPool.launch(PoolConfig(model=random_models["qwen3_moe"], ranks=1), name="busy") as pool:
         held = [pool._driver.hold.remote(str(number)) for number in range(1100)]
         assert ray.get(pool._driver.status.remote(), timeout=60).state == "ready"
         assert not ray.wait(held, num_returns=1, timeout=0)[0]
     assert eventually(nothing_left)
+
+
+def test_only_who_sends_a_text_needs_the_models_folder(address, tiny_moe, tmp_path):
+    folder = shutil.copytree(tiny_moe, tmp_path / "model")
+    with ExpertPool.launch(PoolConfig(model=str(folder)), name="elsewhere"):
+        shutil.rmtree(folder)
+        pool = ExpertPool.connect("elsewhere")
+        assert pool.status().state == "ready"
+        assert [one.num_completion_tokens for one in pool.generate([[5]], SamplingParams(max_new_tokens=2))] == [2]
+        with pytest.raises(CheckpointError, match="its tokenizer cannot be read"):
+            pool.generate(["def f("])
+
+
+def test_a_detached_pool_needs_a_name_and_a_cluster_that_stays(random_models):
+    config = PoolConfig(model=random_models["qwen3_moe"])
+    with pytest.raises(ConfigError, match="a detached pool needs a name"):
+        ExpertPool.launch(config, detached=True)
+    ray.shutdown()  # of the whole module: this test is its last
+    with pytest.raises(ConfigError, match=r"outlives its launcher.*`ray start --head`"):
+        ExpertPool.launch(PoolConfig(model=random_models["qwen3_moe"], address="local"), name="x", detached=True)
+    assert not ray.is_initialized()

@@ -25,6 +25,8 @@ from .recovery import RecoveryConfig
 
 _LABEL = re.compile(r"([A-Za-z0-9][A-Za-z0-9.-]*/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
+_MAX_PER_RANK = 1e6
+
 
 class PlacementConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What each rank asks of the cluster, and how long to wait for it.
@@ -56,6 +58,8 @@ class PlacementConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("cpus_per_rank", "gpus_per_rank"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"placement.{name}={getattr(self, name)} is below 0")
+            if not (getattr(self, name) or 0) <= _MAX_PER_RANK:
+                raise ConfigError(f"placement.{name}={getattr(self, name)} is not at most {_MAX_PER_RANK:g}")
         if self.domain_label is not None and not _LABEL.fullmatch(self.domain_label):
             raise ConfigError(
                 f"placement.domain_label={self.domain_label!r} is not a label's key, like ray.io/gpu-domain"

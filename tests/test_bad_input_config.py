@@ -72,6 +72,8 @@ def said_of_config(refused, prompts_file, random_models, tmp_path):
         ("model: MODEL\nworker: {step_timeout_s: 0}", "worker.step_timeout_s=0.0 is not between 1 and 1e+07"),
         ("model: MODEL\nplacement: {timeout_s: 0}", "placement.timeout_s=0.0 is not above 0"),
         ("model: MODEL\nplacement: {gpus_per_rank: -1}", "placement.gpus_per_rank=-1.0 is below 0"),
+        ("model: MODEL\nplacement: {cpus_per_rank: .nan}", "placement.cpus_per_rank=nan is not at most 1e+06"),
+        ("model: MODEL\nplacement: {gpus_per_rank: .inf}", "placement.gpus_per_rank=inf is not at most 1e+06"),
     ],
 )
 def test_a_bad_setting_is_refused_by_its_name(text, complaint, said_of_config):
@@ -104,8 +106,6 @@ def test_an_address_where_no_cluster_answers(refused, prompts_file, random_model
     assert "address='127.0.0.1:1': no Ray cluster answers there" in said
 
 
-def test_gpus_that_a_machine_lacks_are_missed_at_once(tiny_moe, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
 @pytest.mark.parametrize(
     ("address", "complaint"),
     [
@@ -128,6 +128,8 @@ def test_an_address_in_the_environment_is_held_to_like_one_that_is_given(
     assert complaint in said
 
 
+def test_gpus_that_a_machine_lacks_are_missed_at_once(tiny_moe, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "x"}\n')
     arguments = ["--model", tiny_moe, "--device", "cuda", "--ranks", "2", "--address", "local"]
     result = CliRunner().invoke(
@@ -170,6 +172,13 @@ def test_a_trace_that_cannot_be_written_is_refused(tmp_path, refused, tiny_moe, 
     arguments = ["--model", tiny_moe, "--prompts", prompts, "--output", tmp_path / "out.jsonl"]
     said = refused("generate", *arguments, "--trace", tmp_path / "folder")
     assert f"--trace {tmp_path / 'folder'}: cannot be written" in said
+
+
+def test_a_refused_run_leaves_an_old_trace_as_it_is(tmp_path, refused, tiny_moe, prompts_file):
+    (tmp_path / "trace.json").write_text("old")
+    arguments = ["--model", tiny_moe, "--ranks", "3", "--prompts", prompts_file({"prompt": "x"})]
+    refused("generate", *arguments, "--output", tmp_path / "out.jsonl", "--trace", tmp_path / "trace.json")
+    assert (tmp_path / "trace.json").read_text() == "old"
 
 
 def test_a_trace_of_a_negative_number_of_steps_is_refused():

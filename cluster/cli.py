@@ -183,8 +183,15 @@ class _Run:
             with open_pool() as pool, GenerationProgress(self.console, len(left)) as progress:
                 try:
                     self._complete_all(pool, left, token_ids, writer, progress)
-                finally:
+                except BaseException:
+                    try:
+                        writer.flush()
+                    except ExpertPoolError as unwritten:  # it must not hide why the run ends
+                        self.say(str(unwritten))
+                    raise
+                else:
                     writer.flush()  # before the pool is stopped: whoever stops a job may not wait for both
+                finally:
                     progress.close()  # or the bar would be drawn anew below every line that follows
                     self.say(progress.summary())
                 if self.trace is not None:

@@ -29,7 +29,7 @@ _FOREVER_S = 1e7
 
 
 class Mover:
-    """One move at a time.
+    """One move at a time; but while a resize waits for places ranks may leave a node, which would not wait for it.
 
     Args:
         life: of the pool.
@@ -39,7 +39,7 @@ class Mover:
     def __init__(self, life: Lifecycle, pool: PoolConfig):
         self._life = life
         self._pool = pool
-        self._is_moving = False
+        self._under_way: set[asyncio.Task[RankConfig]] = set()
         self._stays_on: set[str] = set()
 
     async def watch_nodes(self) -> None:
@@ -48,7 +48,7 @@ class Mover:
             return
         while True:
             await asyncio.sleep(_LOOK_S)
-            if self._life.state is not DriverState.READY or self._is_moving:
+            if self._life.state is not DriverState.READY:
                 continue
             try:
                 going = await asyncio.to_thread(draining_nodes)
@@ -58,22 +58,22 @@ class Mover:
             self._stays_on &= going.keys()
             held = {place.node_id for place in self._life.gang.places} - self._stays_on
             deadlines = {node: deadline for node, deadline in going.items() if node in held}
-            if deadlines and self._life.state is DriverState.READY and not self._is_moving:
+            if deadlines and self._life.state is DriverState.READY:
                 with contextlib.suppress(ExpertPoolError):  # it has been noted, and is what `status` says
-                    await self._alone(self._leave_nodes(deadlines))
+                    await self._to_the_end(self._leave_nodes(deadlines))
 
     async def resize(self, ranks: int) -> RankConfig:
         """See `Driver.resize`."""
         self._life.require(DriverState.READY)
-        if self._is_moving:
+        if self._under_way:
             raise RankError("the pool is being resized or moved already: wait until it is done")
-        return await self._alone(self._resize(ranks))
+        return await self._to_the_end(self._resize(ranks))
 
-    async def _alone(self, move: Coroutine[Any, Any, RankConfig]) -> RankConfig:
+    async def _to_the_end(self, move: Coroutine[Any, Any, RankConfig]) -> RankConfig:
         """Do it to the end, whoever stops waiting for it."""
-        self._is_moving = True
         work = self._life.spawn(move)
-        work.add_done_callback(lambda _: setattr(self, "_is_moving", False))
+        self._under_way.add(work)
+        work.add_done_callback(self._under_way.discard)
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -91,6 +91,7 @@ class Mover:
             return before
         reserve = fleet.places_for(more)
         refusal: ExpertPoolError | None = None
+        has_begun = False
         try:
             if more > 0:
                 async for facts in reserve.acquire():
@@ -99,6 +100,7 @@ class Mover:
             if fleet.config is not before:
                 raise RankError(f"the pool has {fleet.config.layout.world_size} ranks by now: resize it again")
             life.enter(DriverState.RESIZING)
+            has_begun = True
             life.note(f"resizing from {before.layout.world_size} to {ranks} ranks")
             await life.leave_for_good()
             await asyncio.to_thread(reserve.release)
@@ -106,7 +108,7 @@ class Mover:
             async for line in life.build():
                 life.note(line)
         except ExpertPoolError as error:
-            if life.state is not DriverState.RESIZING:
+            if not has_begun or life.state is not DriverState.RESIZING:
                 raise
             refusal = refusal or error
             if type(error) is not RankError and fleet.config is wanted:
@@ -115,7 +117,7 @@ class Mover:
                 life.enter(DriverState.RECOVERING)
                 await life.recover(error)
         except Exception as bug:
-            await self._give_up(bug)
+            await self._give_up(bug, has_begun)
         finally:
             reserve.release()
         if life.failure is not None:
@@ -138,15 +140,17 @@ class Mover:
         except ExpertPoolError as error:
             life.enter(DriverState.RECOVERING)
             await life.recover(error)
+        except Exception as bug:
+            await self._give_up(bug, has_begun=True)
 
-    async def _give_up(self, bug: Exception) -> None:
+    async def _give_up(self, bug: Exception, has_begun: bool) -> None:
         """Nothing is known of ranks that were being moved: a pool that has left its places ends, with the reason.
 
         Raises:
             RankError: always.
         """
         error = RankError(f"moving the ranks failed: {type(bug).__name__}: {bug}")
-        if self._life.state is DriverState.RESIZING:
+        if has_begun and self._life.state is DriverState.RESIZING:
             await self._life.fail(error)
         raise error from bug
 
@@ -156,18 +160,21 @@ class Mover:
         Args:
             deadlines: of nodes by id, in seconds since the epoch.
         """
-        life, fleet = self._life, self._life.fleet
+        life, fleet, gang = self._life, self._life.fleet, self._life.gang
         left_s = min(deadlines.values()) - time.time()
-        leaving = [place for place in life.gang.places if place.node_id in deadlines]
+        leaving = [place for place in gang.places if place.node_id in deadlines]
         hosts = ", ".join(sorted({f"{place.address} ({place.node_id[:8]})" for place in leaving}))
         within = f"in {max(0.0, left_s):.0f} s" if left_s < _FOREVER_S else "soon"
         why = f"Ray takes node {hosts} away {within}"
         # Where all ranks have to be in one domain, the ones that leave take the others along.
-        num_places = len(leaving) if self._pool.placement.domain_label is None else len(life.gang.places)
+        num_places = len(leaving) if self._pool.placement.domain_label is None else len(gang.places)
         life.note(f"{why}: looking for {num_places} other places")
         reserve = fleet.places_for(num_places, max(left_s - _LEAVE_S, left_s / 2, 1.0))
+        has_begun = False
         try:
             has_room = await self._wait_for(reserve, why)
+            if life.gang is not gang:
+                return fleet.config  # others by now, which are looked at again
             if not has_room and not await asyncio.to_thread(self._may_shrink_by, len(leaving)):
                 self._stays_on.update(deadlines)
                 life.note(
@@ -176,6 +183,7 @@ class Mover:
                 return fleet.config
             life.require(DriverState.READY)
             life.enter(DriverState.RESIZING)
+            has_begun = True
             life.note(f"{why}: moving the ranks")
             await life.leave_for_good()
             await asyncio.to_thread(reserve.release)
@@ -189,12 +197,12 @@ class Mover:
             async for line in life.build():
                 life.note(line)
         except ExpertPoolError as error:
-            if life.state is not DriverState.RESIZING:
+            if not has_begun or life.state is not DriverState.RESIZING:
                 raise
             life.enter(DriverState.RECOVERING)
             await life.recover(error)
         except Exception as bug:
-            await self._give_up(bug)
+            await self._give_up(bug, has_begun)
         finally:
             reserve.release()
         return fleet.config

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import psutil
@@ -14,12 +15,14 @@ from expert_pool.cluster import (
     ExpertPool,
     Limits,
     PlacementConfig,
+    PlacementError,
     PoolConfig,
     RecoveryConfig,
     SamplingParams,
 )
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
+from waiting import holds_in_time
 
 pytestmark = pytest.mark.timeout(300)
 PROMPTS = [[5, 17, index] for index in range(12)]
@@ -95,6 +98,25 @@ def test_ranks_leave_a_node_before_it_goes(cluster, random_models):
         assert any(f"({drained[0][:8]}) away in" in line and line.endswith("moving the ranks") for line in lines), lines
         end_node(cluster, drained[0])
         assert answers(pool) == expected
+
+
+@pytest.mark.long
+def test_ranks_leave_a_node_also_while_a_resize_waits_for_places(cluster, random_models):
+    config = config_of(random_models["qwen3_moe"], placement=PlacementConfig(timeout_s=45))
+    with ExpertPool.launch(config) as pool, ThreadPoolExecutor(1) as threads:
+        expected = answers(pool)
+        resizing = threads.submit(pool.resize, 4)
+        assert holds_in_time(lambda: "resizing to 4 ranks" in (pool.status().notice or ""), within_s=30)
+        drained = drain(cluster, pool, 120)
+        assert holds_in_time(lambda: "Ray takes node" in (pool.status().notice or ""), within_s=20)
+        assert not resizing.done()
+        cluster.add_node(num_cpus=1)  # enough for the rank that leaves, not for two more
+        left = lambda: drained not in {place.node_id for place in pool.status().places}  # noqa: E731
+        assert holds_in_time(left, within_s=60)
+        with pytest.raises(PlacementError):
+            resizing.result(timeout=60)
+        assert answers(pool) == expected
+        assert (pool.status().state, pool.status().restarts) == ("ready", 0)
 
 
 @pytest.mark.long

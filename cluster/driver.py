@@ -149,7 +149,7 @@ class Driver:
         life.require(DriverState.READY)
         life.enter(DriverState.CAPTURING)
         try:
-            await asyncio.gather(*life.gang.deliver({}, leave=True))
+            life.gang.deliver({}, leave=True)
             await life.gang.loops_left()
             await life.fleet.capture()
             return life.fleet.graphs
@@ -200,7 +200,7 @@ class Driver:
     async def trace(self) -> tuple[RankTrace, ...]:
         """The steps that ranks remember, on one clock; see `cluster.trace_clock`."""
         self._life.require(DriverState.READY)
-        return await collect_traces(self._life.gang.actors, self._life.gang.places)
+        return await collect_traces(tuple(self._life.gang.actors), self._life.gang.places)
 
     async def shutdown(self) -> None:
         """Stop all ranks together and give their places back; requests under way end with an error."""

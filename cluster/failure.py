@@ -13,6 +13,18 @@ LOST = (RayActorError, OutOfMemoryError, NodeDiedError)
 """What Ray raises where a process or its machine is gone; the second, which is no `RayActorError`, where its memory
 monitor ended the process."""
 
+
+class SilentRank(RankError):
+    """A rank's process neither ended nor answered for so many seconds."""
+
+    def __init__(self, seconds: float):
+        super().__init__(f"no answer for {seconds:g} s")
+        self.seconds = seconds
+
+
+GONE = (*LOST, SilentRank)
+"""A rank that will not come back, and takes no call any more."""
+
 Answer = TypeVar("Answer")
 
 _LOST_PEER = 2
@@ -48,6 +60,11 @@ def describe_failure(
         )
     if isinstance(cause, LOST):
         return RankError(f"{_named(rank, places)} died {when}: {_reason_of_death(cause)}")
+    if isinstance(cause, SilentRank):
+        return RankError(
+            f"{_named(rank, places)} has not answered {when} for {cause.seconds:g} s, longer than "
+            "worker.step_timeout_s: its process or its machine is stopped"
+        )
     if silent and _suspicion(cause) == _LOST_PEER:
         names = ", ".join(_named(one, places) for one in sorted(silent))
         if "timed out" not in str(cause).lower():

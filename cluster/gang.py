@@ -7,7 +7,7 @@ waiting for it inside a collective, where nothing else would reach them.
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import Any, cast
 
 import ray
@@ -20,10 +20,11 @@ from ..workers.mailbox import Intake
 from ..workers.rank import Rank, RankPlace
 from ..workers.rank_config import RankConfig
 from .environment import runtime_environment
-from .failure import LOST, describe_failure, is_origin
+from .failure import GONE, SilentRank, describe_failure, is_origin
 from .kernels import prepare_kernels
 from .metrics import pool_label
 from .placement import Placement
+from .pulse import Pulse
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Gang:
         actors: by rank.
         places: where they run, once known.
         is_broken: whether a failure has ended ranks, so that the gang cannot go on.
-        has_lost_a_process: whether that failure was the end of a rank's process or its machine.
+        has_lost_a_process: whether that failure was the end of a rank's process or its machine, or that it stopped.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Gang:
         self._start_timeout_s = start_timeout_s
         self._environment = environment
         self._fates: dict[int, asyncio.Task[BaseException | None]] = {}
+        self._pulse = Pulse()
         self._wake_epoch = 0
 
     async def start(self, placement: Placement) -> None:
@@ -82,9 +84,10 @@ class Gang:
             )
             self.actors.append(options.remote(self._config, rank, pool_label()))
         self.places = tuple(await self.call("place"))
+        self._pulse.begin(self.actors, self._config.worker.step_timeout_s)
         try:
             host, port = await asyncio.wait_for(self._call_one(0, "open_rendezvous"), self._start_timeout_s)
-        except RayError as error:
+        except (RayError, SilentRank) as error:
             raise describe_failure({0: error}, "while opening the rendezvous", self.places) from error
         except TimeoutError:
             self.is_broken = True
@@ -118,16 +121,17 @@ class Gang:
             ExpertPoolError: a rank raised, died or was late; names it. After a death, a failed collective call or a
                 late answer the gang is broken.
         """
+        self._require_ranks()
         limit = self._start_timeout_s if timeout_s is None else timeout_s
         calls = {
-            rank: asyncio.ensure_future(_await(getattr(actor, method).remote(*args)))
+            rank: asyncio.ensure_future(self._pulse.while_there(rank, getattr(actor, method).remote(*args)))
             for rank, actor in enumerate(self.actors)
         }
         until = asyncio.FIRST_EXCEPTION if collective else asyncio.ALL_COMPLETED
         _, pending = await asyncio.wait(calls.values(), timeout=limit, return_when=until)
         doing = f"during {_readable(method, args)}"
         failures = _failures(calls)
-        if failures and (collective or any(isinstance(error, LOST) for error in failures.values())):
+        if failures and (collective or any(isinstance(error, GONE) for error in failures.values())):
             raise await self._end(calls, doing)
         if failures:
             self._note_losses(failures)
@@ -142,7 +146,11 @@ class Gang:
 
     def begin_loops(self) -> None:
         """Have every rank run its loop."""
-        self._fates = {rank: asyncio.ensure_future(_fate(actor.run.remote())) for rank, actor in enumerate(self.actors)}
+        self._pulse.ranks_run()
+        self._fates = {
+            rank: asyncio.ensure_future(_fate(self._pulse.while_there(rank, actor.run.remote())))
+            for rank, actor in enumerate(self.actors)
+        }
 
     async def first_loop_end(self) -> None:
         """Wait until some rank's loop has ended, for whatever reason."""
@@ -151,15 +159,25 @@ class Gang:
     async def loops_left(self, timeout_s: float | None = None) -> None:
         """Wait until all ranks have left their loops as they were told to.
 
+        Args:
+            timeout_s: for the slowest; `None`: the step under way and the one in which they leave may each take
+                `worker.step_timeout_s`.
+
         Raises:
-            ExpertPoolError: a rank failed instead.
+            ExpertPoolError: a rank failed instead, or was late.
         """
-        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-        while running := [fate for fate in self._fates.values() if not fate.done()]:
-            left = None if deadline is None else deadline - asyncio.get_running_loop().time()
-            if _failures(self._fates) or (left is not None and left <= 0):
+        limit = 2 * self._config.worker.step_timeout_s if timeout_s is None else timeout_s
+        deadline = asyncio.get_running_loop().time() + limit
+        while running := [rank for rank, fate in self._fates.items() if not fate.done()]:
+            if _failures(self._fates):
                 break
-            await asyncio.wait(running, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            left = deadline - asyncio.get_running_loop().time()
+            if left <= 0:
+                self.is_broken = True
+                raise RankError(f"ranks {running} did not leave their loops within {limit:g} s")
+            await asyncio.wait(
+                [self._fates[rank] for rank in running], timeout=left, return_when=asyncio.FIRST_COMPLETED
+            )
         if _failures(self._fates):
             raise await self._end(self._fates, "while leaving the loop")
 
@@ -182,6 +200,7 @@ class Gang:
 
         A rank that is lost meanwhile is passed over: what it had is generated again.
         """
+        self._require_ranks()
         layout = self._config.layout
         leaders = [self.actors[layout.leader(dp_rank)] for dp_rank in range(layout.dp_size)]
         await asyncio.wait(
@@ -190,14 +209,16 @@ class Gang:
 
     def kill(self) -> None:
         """End the processes of all ranks."""
+        self._pulse.stop()
         for actor in self.actors:
             ray.kill(actor)
         self.actors.clear()
 
     async def _call_one(self, rank: int, method: str) -> Any:
+        self._require_ranks()
         try:
-            return await getattr(self.actors[rank], method).remote()
-        except RayError as error:
+            return await self._pulse.while_there(rank, getattr(self.actors[rank], method).remote())
+        except (RayError, SilentRank) as error:
             self._note_losses({rank: error})
             raise
 
@@ -210,10 +231,11 @@ class Gang:
             waited_s: how long ranks wait for each other at most, where the calls have no end of their own: ranks that
                 have not ended by then are the silent ones.
         """
-        self.is_broken = True
+        is_first, self.is_broken = not self.is_broken, True
         await _causes(calls)
         failures = _failures(calls)
-        self._note_losses(failures)
+        if is_first:  # after that they have been ended here
+            self._note_losses(failures)
         silent = {rank: waited_s for rank, call in calls.items() if waited_s is not None and not call.done()}
         error = describe_failure(failures, when, self.places, silent)
         await self._tell(error)
@@ -221,17 +243,25 @@ class Gang:
             ray.kill(actor)
         return error
 
+    def _require_ranks(self) -> None:
+        """
+        Raises:
+            RankError: they were ended meanwhile.
+        """
+        if not self.actors:
+            raise RankError("the ranks were ended")
+
     def _note_losses(self, failures: Mapping[int, BaseException]) -> None:
         """A rank whose constructor raised has not lost its process: it would raise again."""
-        lost = [error for error in failures.values() if isinstance(error, LOST)]
+        lost = [error for error in failures.values() if isinstance(error, GONE)]
         raised = [error for error in lost if isinstance(error, ActorDiedError) and "creation task" in str(error)]
         self.has_lost_a_process = self.has_lost_a_process or len(lost) > len(raised)
 
     async def _tell(self, error: ExpertPoolError) -> None:
         """Every rank that lives logs the failure and raises it; one that is stopped or gone cannot."""
-        answers = [
-            asyncio.ensure_future(_await(actor.give_up.remote(type(error), str(error)))) for actor in self.actors
-        ]
+        answers = [asyncio.ensure_future(actor.give_up.remote(type(error), str(error))) for actor in self.actors]
+        if not answers:
+            return
         _, unanswered = await asyncio.wait(answers, timeout=_TELL_S)
         if unanswered:
             silent = [rank for rank, answer in enumerate(answers) if answer in unanswered]
@@ -271,14 +301,10 @@ def _readable(method: str, args: tuple[Any, ...]) -> str:
     return " ".join(str(part) for part in args if isinstance(part, (str, CaptureEntry))) or method
 
 
-async def _await(ref: Any) -> Any:
-    return await ref
-
-
-async def _fate(ref: Any) -> BaseException | None:
+async def _fate(loop: Awaitable[Any]) -> BaseException | None:
     """How a rank's loop ended: `None` when it was stopped."""
     try:
-        await ref
+        await loop
     except Exception as error:
         return error
     return None

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 DELIVERING = (DriverState.READY, DriverState.CAPTURING)
 _REBUILDING = (DriverState.RECOVERING, DriverState.RESIZING)
+_OVER = (DriverState.STOPPING, DriverState.STOPPED)
 _STOP_S = 10.0
 
 
@@ -88,6 +89,8 @@ class Lifecycle:
                 async for line in self._rebuild_after(error):
                     yield line
         except BaseException as error:
+            if isinstance(error, Exception) and self.state in _OVER:
+                raise RankError("the pool was shut down while it started") from None
             await self.fail(error if isinstance(error, ExpertPoolError) else RankError(f"start-up failed: {error}"))
             raise (self.failure or error) from None
 
@@ -230,7 +233,7 @@ class Lifecycle:
     async def _watch(self, gang: Gang) -> None:
         """End the gang when a rank ends, for the others would wait for it in their next collective; then recover."""
         await gang.first_loop_end()
-        if self.state is DriverState.READY:
+        if self.state is DriverState.READY and gang is self.gang:
             self.enter(DriverState.RECOVERING)
             try:
                 error = await gang.end_after_loop()

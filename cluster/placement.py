@@ -52,7 +52,7 @@ class Placement:
             self.group = placement_group(bundles, strategy="PACK", name=name)
         else:  # Ray packs by node within the domain
             self.group = placement_group(bundles, topology_strategy={self._domain_label: "STRICT_PACK"}, name=name)
-        ready = asyncio.ensure_future(_await(self.group.ready()))
+        ready = asyncio.ensure_future(self.group.ready())
         deadline = time.monotonic() + self._timeout_s
         while True:
             left = deadline - time.monotonic()
@@ -157,10 +157,6 @@ def remove_own_groups() -> None:
 def _own_prefix() -> str:
     """What the names of this actor's placement groups begin with."""
     return f"expert_pool/{ray.get_runtime_context().get_actor_id()}/"
-
-
-async def _await(ref: "ray.ObjectRef") -> object:
-    return await ref
 
 
 def _readable(bundle: dict[str, float]) -> str:

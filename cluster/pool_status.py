@@ -46,11 +46,7 @@ async def graph_reports(actors: list[Any]) -> tuple[GraphReport, ...]:
     """What ranks say of their graphs, by rank; of those that answer within seconds."""
     if not actors:
         return ()
-    reports = {asyncio.ensure_future(_await(actor.capture.remote("report"))) for actor in actors}
+    reports = {asyncio.ensure_future(actor.capture.remote("report")) for actor in actors}
     answered, _ = await asyncio.wait(reports, timeout=_REPORTS_S)
     graphs = [report.result() for report in answered if report.exception() is None]
     return tuple(sorted(graphs, key=lambda report: report.rank))
-
-
-async def _await(ref: Any) -> Any:
-    return await ref

@@ -29,7 +29,7 @@ async def collect_traces(actors: Sequence[Any], places: Sequence[RankPlace]) -> 
     known = tuple(places)
     traces = await asyncio.gather(
         *(
-            answer_of(rank, _await(actor.trace.remote()), "while handing out its trace", _ANSWER_S, known)
+            answer_of(rank, actor.trace.remote(), "while handing out its trace", _ANSWER_S, known)
             for rank, actor in enumerate(actors)
         )
     )
@@ -65,7 +65,3 @@ def shifted(trace: RankTrace, offset_s: float) -> RankTrace:
         for event in trace.events
     ]
     return msgspec.structs.replace(trace, events=tuple(events))
-
-
-async def _await(ref: Any) -> Any:
-    return await ref

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import rank_faults
@@ -29,6 +30,7 @@ from expert_pool.cluster import (
     WorkerConfig,
 )
 from expert_pool.cluster.capture import CaptureOutcome
+from expert_pool.cluster.driver_handle import named_driver
 from expert_pool.cluster.pool import _get
 from expert_pool.dispatch.errors import ExpertPoolError
 from expert_pool.graphs.plan import CaptureEntry, plan_captures
@@ -306,6 +308,34 @@ def test_a_rank_that_ends_inside_capture_is_named_and_takes_no_rank_into_a_hang(
         assert_told_and_ended(processes, message, survivors=[rank for rank in range(ranks) if rank != 1])
         with pytest.raises(RankError, match="rank 1"):
             next(pool.generate(PROMPTS))
+
+
+def test_a_rank_that_raises_in_the_first_capture_is_not_tried_again(session, random_models):
+    """That the others are then ended is no loss of a process, which would be a reason to begin again."""
+    lines: list[str] = []
+
+    def on_line(line: str) -> None:
+        lines.append(line)
+        if line == "starting ranks":
+            _get(named_driver("first").__ray_call__.remote(raise_in_the_first_capture))
+
+    config = msgspec.structs.replace(config_of(random_models["qwen3_moe"], 2), recovery=RecoveryConfig(backoff_s=0))
+    with pytest.raises(RankError, match=rf"^rank 1 failed during warm_up .*{INJECTED}"):
+        ExpertPool.launch(config, report=on_line, name="first")
+    assert not [line for line in lines if "restarting" in line]
+
+
+def raise_in_the_first_capture(driver: Any) -> None:
+    fleet = driver._life.fleet
+    capture = fleet.capture
+
+    async def with_a_fault() -> None:
+        await fleet.gang.actors[1].__ray_call__.remote(
+            lambda actor: inject(actor._engine, ends_inside, "warm_up", "raising")
+        )
+        await capture()
+
+    fleet.capture = with_a_fault
 
 
 @pytest.mark.parametrize("ranks", [2, 4] if FULL_MATRIX else [2])

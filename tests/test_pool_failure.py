@@ -1,10 +1,11 @@
 """Pools that cannot start, and pools that lose a rank."""
 
+import asyncio
 import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,7 @@ import ray
 from click.testing import CliRunner
 from expert_pool.cluster import (
     CheckpointError,
+    ConfigError,
     ExpertPool,
     PlacementConfig,
     PlacementError,
@@ -23,8 +25,15 @@ from expert_pool.cluster import (
     WorkerConfig,
 )
 from expert_pool.cluster.cli import main
+from expert_pool.cluster.driver_state import DriverState
+from expert_pool.cluster.fleet import Fleet
+from expert_pool.cluster.lifecycle import Lifecycle
+from expert_pool.cluster.moving import Mover
+from expert_pool.cluster.validation import validate
+from expert_pool.workers.rank_config import RankConfig
 from rank_logs import said_by
 from ray.util.placement_group import placement_group_table
+from waiting import holds_in_time
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -128,6 +137,50 @@ def test_a_rank_that_stalls_is_named_within_the_step_timeout(random_models):
         assert placement_groups() == set()
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)], ids=["alone", "idle"])
+def test_a_frozen_rank_that_no_other_waits_for_is_found_and_replaced(ranks, random_models):
+    """One alone, in the middle of its work; and one of two that have nothing to do."""
+    config = PoolConfig(
+        model=random_models["qwen3_moe"],
+        ranks=ranks,
+        worker=WorkerConfig(step_timeout_s=4),
+        recovery=RecoveryConfig(max_restarts=1, backoff_s=0),
+    )
+    sampling = [SamplingParams(max_new_tokens=1)] + [SamplingParams(max_new_tokens=400, ignore_eos=True)] * 8
+    with ExpertPool.launch(config) as pool:
+        frozen = pool.status().places[-1]
+        if ranks == 1:
+            stream = pool.generate([[5, 17]] * 9, sampling)
+            assert next(stream).index == 0, "generation is under way"
+        os.kill(frozen.pid, signal.SIGSTOP)
+        assert holds_in_time(lambda: pool.status().restarts == 1, within_s=4 + 8)
+        assert (pool.status().last_failure or "").startswith(
+            f"rank {frozen.rank} (process {frozen.pid} on {frozen.address}) has not answered while running for 6 s, "
+            "longer than worker.step_timeout_s: "
+        )
+        if ranks == 2:
+            stream = pool.generate([[5, 17]] * 8, sampling[1:])
+        assert {one.num_completion_tokens for one in stream} == {400}, "requests go on from their tokens"
+        assert gone([frozen.pid], within_s=10)
+
+
+@pytest.mark.long
+def test_a_rank_that_freezes_while_it_leaves_its_loop_is_found(random_models):
+    config = PoolConfig(
+        model=random_models["qwen3_moe"],
+        ranks=2,
+        worker=WorkerConfig(step_timeout_s=4),
+        placement=PlacementConfig(cpus_per_rank=1),
+        recovery=RecoveryConfig(max_restarts=1, backoff_s=0),
+    )
+    with ExpertPool.launch(config) as pool:
+        for place in pool.status().places:  # all, so that none waits for another
+            os.kill(place.pid, signal.SIGSTOP)
+        with pytest.raises(RankError, match=r"not resized, the pool has 2 ranks: rank .* has not answered while leav"):
+            pool.resize(1)
+        assert (pool.status().state, pool.status().restarts) == ("ready", 1)
+
+
 @pytest.mark.long
 def test_status_answers_for_the_ranks_that_can(random_models):
     with ExpertPool.launch(PoolConfig(model=random_models["qwen3_moe"], ranks=2)) as pool:
@@ -146,6 +199,52 @@ def test_a_rank_that_cannot_load_is_named_and_leaves_nothing_behind(random_model
     with pytest.raises(CheckpointError, match=r"weight files missing: .* \(raised on ranks \["):
         ExpertPool.launch(PoolConfig(model=str(folder), ranks=2), report=remove_a_shard)
     assert placement_groups() == set()
+
+
+def test_a_search_that_finds_no_places_changes_no_size(random_models, monkeypatch):
+    """Sizes down to `min_ranks` are tried; the next search is for all ranks again."""
+    monkeypatch.setattr("expert_pool.cluster.fleet.AT_ONCE_S", 0.2)
+    placement = PlacementConfig(cpus_per_rank=3, timeout_s=0.2)
+    config = PoolConfig(model=random_models["qwen3_moe"], ranks=4, min_ranks=1, placement=placement)
+    fleet = Fleet(validate(config), config, {})
+
+    async def search() -> None:
+        async for _ in fleet.place_anew():
+            pass
+
+    for _ in range(2):
+        with pytest.raises(PlacementError, match="0 of 4 bundles placed"):
+            asyncio.run(search())
+    assert placement_groups() == set()
+
+
+def test_a_pool_that_is_shut_down_while_it_starts_says_so(random_models):
+    def shut_down(line: str) -> None:
+        if line.startswith("loading"):
+            ExpertPool.connect("early").shutdown()
+
+    with pytest.raises(RankError, match=r"^the pool was shut down while it started$"):
+        ExpertPool.launch(PoolConfig(model=random_models["qwen3_moe"], ranks=2), report=shut_down, name="early")
+    assert placement_groups() == set()
+
+
+def test_a_bug_on_the_way_back_from_a_resize_ends_the_pool(random_models):
+    """It would be `resizing` for ever, and take no other order."""
+    config = PoolConfig(model=random_models["qwen3_moe"], ranks=1)
+
+    async def no_way_back(before: RankConfig) -> AsyncIterator[str]:
+        raise ValueError("odd")
+        yield ""
+
+    async def go_back() -> None:
+        life = Lifecycle(validate(config), config, {})
+        life.state = DriverState.RESIZING
+        life.fleet.return_to = no_way_back
+        with pytest.raises(RankError, match=r"^moving the ranks failed: ValueError: odd$") as raised:
+            await Mover(life, config)._go_back(life.fleet.config, ConfigError("the other size cannot work"))
+        assert (life.state, life.failure) == (DriverState.FAILED, raised.value)
+
+    asyncio.run(go_back())
 
 
 def test_a_pool_that_was_shut_down_leaves_no_process_and_no_place_behind(random_models):

@@ -158,8 +158,9 @@ class Fleet:
     def places_for(self, ranks: int, timeout_s: float | None = None) -> Placement:
         """Places to be acquired, of the pool's bundle, within `placement.timeout_s` unless said otherwise."""
         placement = self._pool.placement
-        limit = placement.timeout_s if timeout_s is None else min(timeout_s, placement.timeout_s)
-        return Placement(ranks, self._pool.bundle, limit, placement.domain_label)
+        is_setting = timeout_s is None or placement.timeout_s <= timeout_s
+        limit = placement.timeout_s if timeout_s is None or is_setting else timeout_s
+        return Placement(ranks, self._pool.bundle, limit, placement.domain_label, is_setting)
 
     async def release(self) -> None:
         """Give all places back, or withdraw the request for them."""

@@ -139,9 +139,8 @@ class Gang:
         if pending:
             self.is_broken = True  # a rank inside a call answers no other one
             late = [rank for rank, call in calls.items() if call in pending]
-            raise RankError(
-                f"ranks {late} did not finish {_readable(method, args)} within placement.start_timeout_s={limit:g}"
-            )
+            within = f"placement.start_timeout_s={limit:g}" if timeout_s is None else f"{limit:g} s"
+            raise RankError(f"ranks {late} did not finish {_readable(method, args)} within {within}")
         return [call.result() for call in calls.values()]
 
     def begin_loops(self) -> None:

@@ -29,9 +29,18 @@ class Placement:
         bundle: resources of one rank.
         timeout_s: how long to wait for all of them.
         domain_label: a label of nodes that all bundles have to agree in.
+        is_setting: whether `timeout_s` is what the user set, for messages.
     """
 
-    def __init__(self, num_ranks: int, bundle: dict[str, float], timeout_s: float, domain_label: str | None = None):
+    def __init__(
+        self,
+        num_ranks: int,
+        bundle: dict[str, float],
+        timeout_s: float,
+        domain_label: str | None = None,
+        is_setting: bool = True,
+    ):
+        self._within = f"placement.timeout_s={timeout_s:g}" if is_setting else f"{timeout_s:g} s"
         self._num_ranks = num_ranks
         self._bundle = bundle
         self._timeout_s = timeout_s
@@ -72,7 +81,7 @@ class Placement:
                     )
                 )
                 raise PlacementError(
-                    f"no place for all ranks within placement.timeout_s={self._timeout_s:g}: {facts}. Set ranks or "
+                    f"no place for all ranks within {self._within}: {facts}. Set ranks or "
                     "placement.cpus_per_rank / gpus_per_rank to what the cluster can hold (worker.device='cuda' asks "
                     f"for one GPU a rank), {apart}or wait longer"
                 )
@@ -91,8 +100,7 @@ class Placement:
             now = time.monotonic()
             if now >= deadline:
                 raise PlacementError(
-                    f"no place for all ranks again within placement.timeout_s={self._timeout_s:g}: "
-                    f"{await asyncio.to_thread(self._facts)}"
+                    f"no place for all ranks again within {self._within}: {await asyncio.to_thread(self._facts)}"
                 )
             if now >= report_at:
                 report_at = now + _REPORT_INTERVAL_S

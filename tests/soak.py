@@ -46,7 +46,8 @@ _REPORT = """# Soak
 Written by `make soak`: {ranks} CPU ranks of a small random Qwen3-MoE for {soak.seconds:.0f} s, Poisson arrivals of
 {soak.rate:g} requests a second with prompts and answers of mixed lengths, greedy and sampled, and one SIGKILL of a
 random rank every {every:.0f} s. Each request has to be answered exactly once, with the tokens of an undisturbed run;
-memory of driver and ranks has to stay flat; nothing may be left over. {verdict}
+memory may grow by at most {driver_bound:g} MiB a minute in the driver, and by {rank_bound:g} in ranks, by the median
+of their lives; nothing may be left over. {verdict}
 
 {date}, {cores}; load of the machine {loads[0]:.1f} at the start, {loads[1]:.1f} at the end.
 
@@ -238,8 +239,10 @@ def report_of(soak: Soak, problems: list[str], loads: tuple[float, float]) -> st
         "tokens": f"{soak.tokens} in {soak.lasted_s:.0f} s",
         "seconds until an answer: median, 99%, largest": f"{median:.1f}, {late:.1f}, {latest:.1f}",
         "memory of the driver (USS), MiB: first, last": f"{soak.driver.mib[0]:.1f}, {soak.driver.mib[-1]:.1f}",
-        f"slope of the driver after its first {soak.settled_s:.0f} s, MiB a minute": f"{soak.driver_slope:+.2f}",
-        "slope of ranks within their lives, MiB a minute: median, largest": of_ranks,
+        f"slope of the driver after its first {soak.settled_s:.0f} s, MiB a minute (bound {DRIVER_BOUND:g})": (
+            f"{soak.driver_slope:+.2f}"
+        ),
+        f"slope of ranks within their lives, MiB a minute: median (bound {RANK_BOUND:g}), largest": of_ranks,
         f"lives of ranks of at least {LIFE_AT_LEAST_S:.0f} s after their first {LIFE_SETTLED_S:.0f} s": len(slopes),
     }
     table = "\n".join(f"| {what} | {value} |" for what, value in rows.items())
@@ -253,6 +256,8 @@ def report_of(soak: Soak, problems: list[str], loads: tuple[float, float]) -> st
         ranks=RANKS,
         soak=soak,
         every=KILL_EVERY_S,
+        driver_bound=DRIVER_BOUND,
+        rank_bound=RANK_BOUND,
         verdict=verdict,
         date=time.strftime("%Y-%m-%d", time.gmtime()),
         cores=f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}",

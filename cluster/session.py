@@ -18,6 +18,8 @@ from ..dispatch.errors import ConfigError
 from .config import PoolConfig
 
 _CONNECT_S = 10.0
+_HTTP2_SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # a frame without any; the fourth byte is its kind
+_HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _HTTP2_SETTINGS
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
@@ -187,11 +189,20 @@ def _refuse_other_servers(address: str, setting: str) -> None:
 
 
 def _refuse_silent_address(address: str, setting: str) -> None:
-    """Ray waits for minutes, and says nothing, for a cluster that is not there; a connection tells at once."""
+    """Ray waits for minutes, and says nothing, for a cluster that is not there; a connection tells at once.
+
+    A GCS speaks gRPC, so it greets as every HTTP/2 server does.
+    """
     host, _, port = address.rpartition(":")
     if not port.isdigit():
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S) as connection:
+            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+                return
+            connection.sendall(_HTTP2_GREETING)
+            greeting = connection.recv(len(_HTTP2_SETTINGS), socket.MSG_WAITALL)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"{setting}: no Ray cluster answers there: {error}") from error
+    if greeting[3:4] != _HTTP2_SETTINGS[3:4]:
+        raise ConfigError(f"{setting}: no Ray cluster answers there: something else listens, which is no GCS")

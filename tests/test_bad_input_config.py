@@ -1,5 +1,7 @@
 """Configurations that cannot work, each refused before anything starts, with the setting to change."""
 
+import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,22 @@ def test_an_address_where_no_cluster_answers(refused, prompts_file, random_model
         *("--output", tmp_path / "out.jsonl", "--address", "127.0.0.1:1"),
     )
     assert "address='127.0.0.1:1': no Ray cluster answers there" in said
+
+
+@pytest.mark.parametrize("answer", [None, b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["silent", "http"])
+def test_an_address_where_something_else_listens(answer, refused, prompts_file, random_models, tmp_path, monkeypatch):
+    """Ray would wait for minutes."""
+    monkeypatch.setattr("expert_pool.cluster.session._CONNECT_S", 1.0)
+    prompts = prompts_file({"prompt_token_ids": [5]})
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        if answer is not None:
+            threading.Thread(target=lambda: server.accept()[0].sendall(answer), daemon=True).start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        said = refused(
+            *("generate", "--model", random_models["qwen3_moe"], "--prompts", prompts),
+            *("--output", tmp_path / "out.jsonl", "--address", address),
+        )
+    assert f"address='{address}': no Ray cluster answers there: " in said
 
 
 @pytest.mark.parametrize(

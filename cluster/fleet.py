@@ -81,7 +81,7 @@ class Fleet:
             PlacementError: there are not enough.
         """
         try:
-            async for facts in self._placement.hold():
+            async for facts in self._placement.wait_again():
                 yield facts
         except PlacementError as error:
             smaller = await asyncio.to_thread(self._largest_size_that_is_placed)
@@ -117,7 +117,7 @@ class Fleet:
         async for facts in self.place_anew():
             yield facts
 
-    async def build(self, begin_stage: Callable[[DriverState], None]) -> AsyncIterator[str]:
+    async def start_gang(self, begin_stage: Callable[[DriverState], None]) -> AsyncIterator[str]:
         """Start a gang in the places there are, load and record graphs; yields a line a stage.
 
         Raises:

@@ -194,7 +194,7 @@ class Gang:
             sent.append(actor.deliver.remote(intake, self._wake_epoch, leave))
         return sent
 
-    async def close(self, timeout_s: float) -> None:
+    async def close_outboxes(self, timeout_s: float) -> None:
         """After the loops were left for good: leaders hand out what they still have, and say that it is the last.
 
         A rank that is lost meanwhile is passed over: what it had is generated again.

@@ -117,7 +117,7 @@ class Ledger:
         for stream in self._streams if self._is_time_for(output.stats) else finished:
             stream.events.put_nowait(PoolEvent(tuple(finished.get(stream, ())), output.stats))
 
-    def begin_anew(self, router: Router) -> None:
+    def requeue(self, router: Router) -> None:
         """Other ranks take over: every unfinished request is to be handed out again, with the tokens it has."""
         self._router = router
         for entry in self._entries.values():

@@ -103,8 +103,8 @@ class Lifecycle:
 
     async def build(self) -> AsyncIterator[str]:
         """New ranks in the places there are, which go on with every unfinished request."""
-        self.ledger.begin_anew(self._new_router())
-        async for line in self.fleet.build(self._begin_stage):
+        self.ledger.requeue(self._new_router())
+        async for line in self.fleet.start_gang(self._begin_stage):
             yield line
         self.begin_running()
         self.enter(DriverState.READY)
@@ -135,7 +135,7 @@ class Lifecycle:
         """
         self.gang.deliver({}, leave=True)
         await self.gang.loops_left()
-        await self.gang.close(_STOP_S)
+        await self.gang.close_outboxes(_STOP_S)
         await self.collector.last_results(_STOP_S)
         self.end_gang()
 

@@ -87,7 +87,7 @@ class Placement:
                 )
             yield facts
 
-    async def hold(self) -> AsyncIterator[str]:
+    async def wait_again(self) -> AsyncIterator[str]:
         """Wait until every bundle has a place again, after ranks or their nodes were lost; yields as `acquire`.
 
         Ray keeps the bundles of a node that lives, and looks for another place for those of a node that is gone.

@@ -33,7 +33,7 @@ def test_unfinished_requests_are_handed_out_again_with_the_tokens_they_have():
     [first, second] = kept.assign()[0]
     kept.settle(output(progress=(Progress(first.key, (5, 6)),)))
     kept.settle(output(completion(second.key), progress=(Progress(first.key, (7,)),)))
-    kept.begin_anew(Router(2, window=4))
+    kept.requeue(Router(2, window=4))
     [[again]] = kept.assign().values()
     assert (again.key, again.prompt_token_ids, again.resume_token_ids) == (first.key, (1, 2), (5, 6, 7))
     assert kept.num_unfinished == 1
@@ -44,7 +44,7 @@ def test_a_request_that_finishes_twice_is_answered_once():
     stream = kept.open(PROMPTS)
     kept.assign()
     kept.settle(output(completion(1)))
-    kept.begin_anew(Router(1, window=4))
+    kept.requeue(Router(1, window=4))
     kept.settle(output(completion(1), progress=(Progress(1, (9,)),)))
     assert [finished for event in events(stream) for finished in event.finished] == [(1, completion(1))]
 
@@ -54,7 +54,7 @@ def test_what_a_caller_left_is_known_to_be_dropped_on_its_rank_and_is_not_handed
     stream = kept.open(PROMPTS)
     kept.assign()
     assert kept.close(stream) == {0: [0, 1]}
-    kept.begin_anew(Router(1, window=4))
+    kept.requeue(Router(1, window=4))
     assert kept.assign() == {}
     kept.settle(output(completion(0)))
     assert events(stream) == []

@@ -1,9 +1,10 @@
 """The driver actor: owns the placement and the ranks, hands requests out and results back. Never part of a step."""
 
 import asyncio
+import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 
 import ray
 
@@ -30,6 +31,7 @@ _ACCEPTING = (DriverState.READY, DriverState.RECOVERING, DriverState.RESIZING)
 # Ray repeats the owner's call as soon as it knows that the actor is there again.
 _OWNER_S = 30.0
 _END_S = 30.0
+_TOLD_S, _LOOK_S = 2.0, 0.02
 
 
 class Driver:
@@ -51,6 +53,7 @@ class Driver:
         self._has_owner = has_owner
         self._owned = asyncio.Event()
         self._is_over = asyncio.Event()
+        self._num_streams = 0
         self._restarts = num_restarts_of_this_actor()
         if self._restarts:
             self._life.enter(DriverState.RECOVERING)
@@ -99,9 +102,10 @@ class Driver:
             PlacementError: no place for all ranks in time.
             RankError: a rank did not start or load.
         """
-        async for line in self._life.first_start():
-            yield line
-        self._life.spawn(self._mover.watch_nodes())
+        with self._stream_under_way():
+            async for line in self._life.first_start():
+                yield line
+            self._life.spawn(self._mover.watch_nodes())
 
     async def generate(self, prompts: list[Prompt], caller: Lifeline) -> AsyncIterator[PoolEvent]:
         """Run the prompts; yields events as requests finish, and at least every second while ranks are busy.
@@ -124,17 +128,18 @@ class Driver:
         gone = RankError("the caller is gone")
         self._lifelines.when_gone(caller, lambda: stream.events.put_nowait(gone), or_cut_off=True)
         left = len(prompts)
-        try:
-            self._life.hand_out()
-            while left:
-                event = await stream.events.get()
-                if isinstance(event, ExpertPoolError):
-                    raise event
-                left -= len(event.finished)
-                yield event
-        finally:
-            self._lifelines.drop(caller)
-            self._life.abort(self._life.ledger.close(stream))
+        with self._stream_under_way():
+            try:
+                self._life.hand_out()
+                while left:
+                    event = await stream.events.get()
+                    if isinstance(event, ExpertPoolError):
+                        raise event
+                    left -= len(event.finished)
+                    yield event
+            finally:
+                self._lifelines.drop(caller)
+                self._life.abort(self._life.ledger.close(stream))
 
     async def recapture(self) -> CaptureOutcome:
         """Have all ranks leave the loop at a step boundary, record all graphs anew, and go on.
@@ -206,6 +211,21 @@ class Driver:
         """Stop all ranks together and give their places back; requests under way end with an error."""
         await self._life.stop()
         self._is_over.set()
+        # Whoever asked ends this actor next, and those who wait at a stream would hear of a dead actor alone.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._streams_ended(), _TOLD_S)
+
+    @contextlib.contextmanager
+    def _stream_under_way(self) -> Iterator[None]:
+        self._num_streams += 1
+        try:
+            yield
+        finally:
+            self._num_streams -= 1
+
+    async def _streams_ended(self) -> None:
+        while self._num_streams:
+            await asyncio.sleep(_LOOK_S)
 
     async def _end(self) -> None:
         """The process that the pool belongs to is gone: give everything back and end this actor."""

@@ -207,7 +207,7 @@ def _decode_bound(limits: Limits) -> Bound:
     width = tokens_per_request(limits)
     term = "limits.max_running_requests"
     if limits.graph_batch_size > limits.max_running_requests:
-        term = "limits.cuda_graph_bs" if limits.cuda_graph_max_bs is None else "limits.cuda_graph_max_bs"
+        term = "limits.cuda_graph_max_bs" if limits.cuda_graph_bs is None else "limits.cuda_graph_bs"
     per_request = f" x {width} tokens a request" if width > 1 else ""
     return Bound(limits.max_requests_per_step * width, term + per_request)
 

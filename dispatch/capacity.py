@@ -106,6 +106,6 @@ def _settings_to_lower(limits: Limits, allowed: int, prefill_tokens: int, prefil
     # A graph batch that was not set follows max_running_requests down.
     if limits.graph_batch_size > batch and limits.cuda_graph_bs is not None:
         lowered.append(f"limits.cuda_graph_bs to sizes of at most {batch}")
-    if limits.graph_batch_size > batch and limits.cuda_graph_max_bs is not None:
+    elif limits.graph_batch_size > batch and limits.cuda_graph_max_bs is not None:
         lowered.append(f"limits.cuda_graph_max_bs to {batch}")
     return " and ".join(dict.fromkeys(lowered))

@@ -139,10 +139,10 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The largest batch that has a graph; 0 without graphs."""
         if self.disable_cuda_graph:
             return 0
-        if self.cuda_graph_max_bs is not None:
-            return self.cuda_graph_max_bs
         if self.cuda_graph_bs is not None:
             return self.cuda_graph_bs[-1]
+        if self.cuda_graph_max_bs is not None:
+            return self.cuda_graph_max_bs
         return min(self.max_running_requests, DEFAULT_GRAPH_BATCH_SIZE)
 
     @property

@@ -279,6 +279,7 @@ def test_the_largest_graph_follows_from_the_requests_up_to_a_default():
     assert Limits(max_running_requests=1000).graph_batch_size == 160
     assert Limits(max_running_requests=48, cuda_graph_bs=(2, 96)).graph_batch_size == 96
     assert Limits(max_running_requests=48, cuda_graph_max_bs=20).graph_batch_size == 20
+    assert Limits(max_running_requests=1, cuda_graph_max_bs=20, cuda_graph_bs=(1, 4)).graph_batch_size == 4
 
 
 def test_given_buckets_mean_the_same_in_any_order():

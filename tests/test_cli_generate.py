@@ -121,13 +121,13 @@ def test_a_failing_request_is_said_and_left_out_and_the_others_are_written(
     output = tmp_path / "new" / "out.jsonl"
     prompts = prompts_file(
         {"prompt_token_ids": [5, 17, 42], "max_new_tokens": 6},
-        {"id": "bad", "prompt_token_ids": [5, 128]},
+        {"id": "bad", "prompt_token_ids": [5] * 100},
         {"id": "sampled", "prompt_token_ids": [9], "temperature": 1.0, "seed": 3, "ignore_eos": True},
     )
     arguments = ["--model", random_models["qwen3_moe"], "--prompts", prompts, "--output", str(output)]
-    result = CliRunner().invoke(main, ["generate", *arguments, "--max-new-tokens", "4"])
+    result = CliRunner().invoke(main, ["generate", *arguments, "--max-new-tokens", "4", "--kv-cache-tokens", "64"])
     assert result.exit_code == 1
-    assert "request 'bad' failed: token id 128 is outside the vocabulary of 128" in result.output
+    assert "request 'bad' failed: the request may grow to 103 cached tokens, the KV cache holds 64: " in result.output
     assert "3 of 3 requests, 1 failed, " in result.output
     written = {line["id"]: line for line in lines_of(output)}
     expected = references["qwen3_moe"].greedy([5, 17, 42], 6)

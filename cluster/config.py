@@ -211,6 +211,7 @@ def resolve_unchecked(config: PoolConfig, spec: ModelSpec, environment: Mapping[
         num_blocks=num_blocks + 1,
         weights=config.weights,
         gpu_memory_utilization=utilization,
+        start_timeout_s=config.placement.start_timeout_s,
     )
 
 

@@ -1,13 +1,14 @@
 """What a rank holds after loading, and what it needed on the way, on a checkpoint large enough to tell."""
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from expert_pool.cluster import CacheConfig, Limits, PoolConfig
+from expert_pool.cluster import CacheConfig, Limits, PlacementConfig, PoolConfig, WorkerConfig
 from expert_pool.cluster.config import resolve
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.inspection import inspect_model
@@ -44,21 +45,34 @@ def large_model(tmp_path_factory) -> Iterator[str]:
     shutil.rmtree(folder)
 
 
-def load_all(config: RankConfig) -> list[LoadReport]:
-    """Load every rank in a process of its own, all at once, and nothing else."""
+def load_all(config: RankConfig, last_reads_after_s: float = 0) -> list[LoadReport | str]:
+    """Load every rank in a process of its own, all at once, and nothing else; what each reports, or raises.
+
+    Args:
+        config: of the ranks.
+        last_reads_after_s: the last rank begins to read its weights so much later.
+    """
     ports, reports = CONTEXT.Queue(), CONTEXT.Queue()
     ranks = range(config.layout.world_size)
-    processes = [CONTEXT.Process(target=_load, args=(config, rank, ports, reports)) for rank in ranks]
+    delays = [last_reads_after_s if rank == ranks[-1] else 0 for rank in ranks]
+    processes = [CONTEXT.Process(target=_load, args=(config, rank, ports, reports, delays[rank])) for rank in ranks]
     for process in processes:
         process.start()
-    received = sorted((reports.get(timeout=DEADLINE_S) for _ in ranks), key=lambda report: report.rank)
+    received = dict(reports.get(timeout=DEADLINE_S) for _ in ranks)
     for process in processes:
         process.join(timeout=DEADLINE_S)
-    return received
+    return [received[rank] for rank in ranks]
 
 
-def _load(config: RankConfig, rank: int, ports: Any, reports: Any) -> None:
+def _load(config: RankConfig, rank: int, ports: Any, reports: Any, reads_after_s: float) -> None:
     engine = RankEngine(config, rank)
+    read = engine._weights
+
+    def read_late(exchange: Any) -> Any:
+        time.sleep(reads_after_s)
+        return read(exchange)
+
+    engine._weights = read_late
     if rank == 0:
         port = engine.open_rendezvous("127.0.0.1")
         for _ in range(config.layout.world_size - 1):
@@ -66,7 +80,11 @@ def _load(config: RankConfig, rank: int, ports: Any, reports: Any) -> None:
     else:
         port = ports.get(timeout=DEADLINE_S)
     engine.join("127.0.0.1", port)
-    reports.put(engine.load())
+    try:
+        reports.put((rank, engine.load()))
+    except Exception as error:
+        reports.put((rank, str(error)))
+        time.sleep(2)  # the store of rank 0 is there until all have said so
 
 
 def test_a_rank_reads_its_own_experts_and_needs_little_more_memory_than_they_take(large_model):
@@ -96,3 +114,17 @@ def test_expert_bytes_of_a_rank_are_its_share_in_every_family(family, ranks, att
     assert [report.rank for report in reports] == list(range(ranks))
     assert {report.expert_bytes for report in reports} == {spec.expert_bytes // ranks}
     assert {report.dense_bytes for report in reports} == {spec.dense_bytes}
+
+
+def test_a_node_that_reads_more_slowly_than_a_step_may_take_is_waited_for(random_models):
+    model = random_models["qwen3_moe"]
+    config = PoolConfig(model=model, ranks=2, worker=WorkerConfig(step_timeout_s=2))
+    first, last = load_all(resolve(config, inspect_model(model)), last_reads_after_s=4)
+    assert first.expert_bytes == last.expert_bytes > 0
+
+
+def test_a_node_that_reads_longer_than_a_start_may_take_is_named(random_models):
+    model = random_models["qwen3_moe"]
+    config = PoolConfig(model=model, ranks=2, placement=PlacementConfig(start_timeout_s=2))
+    said, _ = load_all(resolve(config, inspect_model(model)), last_reads_after_s=4)
+    assert said == "ranks [1] did not read their weights within placement.start_timeout_s=2"

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoTokenizer, PreTrainedModel
 
 from ..dispatch.collectives import Collectives, GroupName
+from ..dispatch.errors import RankError
 from ..dispatch.expert_load import ExpertLoad
 from ..dispatch.moe import MoeExchange
 from ..dispatch.probe import HostGroup
@@ -117,7 +118,11 @@ class RankEngine:
         self._collectives = Collectives(groups)
 
     def load(self) -> LoadReport:
-        """Read this rank's weights and allocate its cache and buffers."""
+        """Read this rank's weights and allocate its cache and buffers; collective over all ranks.
+
+        Raises:
+            RankError: others did not finish reading in time.
+        """
         layout = self.config.layout
         assert dist.group.WORLD is not None, "join comes before load"
         maker = path_maker(self.config, self.rank, self._collectives, dist.group.WORLD, self._device)
@@ -125,6 +130,7 @@ class RankEngine:
         peak_before, started = _peak_memory(), time.perf_counter()
         model = self._weights(exchange)
         load_seconds, peak_after = time.perf_counter() - started, _peak_memory()
+        self._wait_until_all_have_read()
         own_experts = expert_bytes(model)
         dense_bytes = sum(parameter.nbytes for parameter in model.parameters()) - own_experts
         hosts = HostGroup(self._host_group, self.rank)
@@ -163,6 +169,24 @@ class RankEngine:
             fuse_norms(model, dtype)
             fuse_layers(model, dtype)
         return model
+
+    def _wait_until_all_have_read(self) -> None:
+        """Nodes read at their own pace, one perhaps from cold storage: that is no rank which does not take part.
+
+        Raises:
+            RankError: names the ranks that did not finish within `placement.start_timeout_s`.
+        """
+        assert self._store is not None, "join comes before load"
+        keys = [f"read/{rank}" for rank in range(self.config.layout.world_size)]
+        self._store.set(keys[self.rank], "")
+        try:
+            self._store.wait(keys, timedelta(seconds=self.config.start_timeout_s))
+        except dist.DistStoreError as error:
+            late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise RankError(
+                f"ranks {late} did not read their weights within placement.start_timeout_s="
+                f"{self.config.start_timeout_s:g}"
+            ) from error
 
     def _settle_blocks(
         self, model: PreTrainedModel, exchange: MoeExchange, agreement: Agreement, facts: Callable[[], FrozenFacts]

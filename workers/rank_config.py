@@ -29,6 +29,7 @@ class RankConfig(msgspec.Struct, frozen=True):
             that have measured replace it by what they agreed on, which is then part of every agreement.
         weights: where they come from.
         gpu_memory_utilization: the share of a GPU's memory to fill; `None`: `num_blocks` is settled.
+        start_timeout_s: how long a rank waits for the slowest to read its weights; see `PlacementConfig`.
     """
 
     spec: ModelSpec
@@ -44,6 +45,7 @@ class RankConfig(msgspec.Struct, frozen=True):
     num_blocks: int
     weights: WeightsName = "checkpoint"
     gpu_memory_utilization: float | None = None
+    start_timeout_s: float = 1800.0
 
     @property
     def digest(self) -> int:

@@ -10,6 +10,7 @@ import ray
 
 from ..dispatch.errors import ExpertPoolError, RankError
 from ..workers.logs import configure_logs
+from ..workers.rank import end_with_parent
 from ..workers.rank_config import RankConfig
 from ..workers.trace import RankTrace
 from .capture import CaptureOutcome
@@ -46,6 +47,7 @@ class Driver:
 
     def __init__(self, config: RankConfig, pool: PoolConfig, environment: Mapping[str, str], has_owner: bool):
         configure_logs(pool_label(), "driver", lambda: None, config.worker.log_level)
+        end_with_parent()
         self._life = Lifecycle(config, pool, environment)
         self._pool = pool
         self._mover = Mover(self._life, pool)

@@ -1,6 +1,7 @@
 """A pool's driver actor as its callers hold it: made, found by name, and called with errors of our own kind."""
 
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from .failure import LOST
 
 # Actors of named pools are looked for here, from whatever job.
 NAMESPACE = "expert_pool"
+# A node to start the driver on anew may have to come first.
+_BACK_S, _LOOK_S = 600.0, 5.0
 
 
 def new_driver(config: PoolConfig, rank_config: RankConfig, name: str | None, has_owner: bool) -> Any:
@@ -75,20 +78,37 @@ def patient(method: Any) -> Any:
     return method.options(max_task_retries=-1)
 
 
+def ask(method: Any, *args: Any) -> Any:
+    """The answer of a call that may as well run twice; waits for a driver that is just being started anew.
+
+    Raises:
+        RankError: no node is left that it could be started on, or it does not come back.
+        ExpertPoolError: what the call raised.
+    """
+    ref = patient(method).remote(*args)
+    deadline = time.monotonic() + _BACK_S
+    while not ray.wait([ref], timeout=_LOOK_S)[0]:
+        if not any(node["Alive"] for node in ray.nodes()):
+            raise RankError("no node of the Ray cluster is left to start the pool's driver actor on: the pool is gone")
+        if time.monotonic() > deadline:
+            raise RankError(f"the pool's driver actor did not answer within {_BACK_S:g} s")
+    return get_answer(ref)
+
+
 def stream(method: Any, *args: Any) -> Iterator[Any]:
     """The values of a streaming actor call; leaving the loop early cancels the call."""
     generator = method.options(num_returns="streaming").remote(*args)
     finished = False
     try:
         for ref in generator:
-            yield get(ref)
+            yield get_answer(ref)
         finished = True
     finally:
         if not finished and ray.is_initialized():
             ray.cancel(generator)
 
 
-def get(ref: Any) -> Any:
+def get_answer(ref: Any) -> Any:
     """`ray.get` that raises our own errors as themselves, without the remote traceback.
 
     Raises:
@@ -105,7 +125,7 @@ def get(ref: Any) -> Any:
 
 
 def own_error(error: RayError) -> ExpertPoolError | None:
-    """What `get` raises for this error of a call of the driver; `None` where that is Ray's own."""
+    """What `get_answer` raises for this error of a call of the driver; `None` where that is Ray's own."""
     if isinstance(error, RayTaskError):
         return error.cause if isinstance(error.cause, ExpertPoolError) else None
     if isinstance(error, ActorUnavailableError):

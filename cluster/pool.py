@@ -16,8 +16,7 @@ from ..workers.rank_config import RankConfig
 from ..workers.request import Completion, FinishReason, RankStats, SamplingParams
 from ..workers.trace import RankTrace
 from .config import PoolConfig, checked
-from .driver_handle import get as _get
-from .driver_handle import named_driver, new_driver, patient, stream
+from .driver_handle import ask, get_answer, named_driver, new_driver, patient, stream
 from .failure import LOST
 from .ledger import PoolEvent, Prompt
 from .lifeline import lasting_lifeline_to, lifeline_to
@@ -156,7 +155,7 @@ class ExpertPool:
         """
         join_ray(address, report)
         driver = named_driver(name)
-        rank_config = _get(patient(driver.rank_config).remote())
+        rank_config = ask(driver.rank_config)
         # Who only asks how a pool stands, or sends token ids, need not have the model folder.
         tokenizer = functools.cache(functools.partial(load_tokenizer, rank_config.spec))
         return cls(driver, rank_config, tokenizer, False, False, report)
@@ -209,11 +208,11 @@ class ExpertPool:
             PlacementError: no place for so many within `placement.timeout_s`; the pool goes on as before.
             RankError: ranks were lost on the way, or the pool is not ready.
         """
-        self.rank_config = _get(self._running_driver().resize.remote(ranks))
+        self.rank_config = get_answer(self._running_driver().resize.remote(ranks))
 
     def status(self) -> PoolStatus:
         """States, places and counters of the pool."""
-        return _get(patient(self._running_driver().status).remote())
+        return ask(self._running_driver().status)
 
     def trace(self) -> tuple[RankTrace, ...]:
         """The last steps of every rank, all on one clock; `cluster.trace_file.TraceFile(path).write` makes a file
@@ -225,7 +224,7 @@ class ExpertPool:
         """
         if not self.rank_config.worker.trace_steps:
             raise ConfigError("worker.trace_steps=0: ranks remember no steps; launch the pool with a number of them")
-        traces: tuple[RankTrace, ...] = _get(self._running_driver().trace.remote())
+        traces: tuple[RankTrace, ...] = get_answer(self._running_driver().trace.remote())
         return traces
 
     def shutdown(self) -> None:
@@ -265,7 +264,7 @@ class ExpertPool:
         if not requests:
             return
         driver = self._running_driver()
-        _get(patient(driver.rank_config).remote())  # waits for a driver that is just being started anew
+        ask(driver.rank_config)  # waits for a driver that is just being started anew
         event: PoolEvent
         for event in stream(driver.generate, requests, lifeline_to(driver)):
             if event.notice is not None:

@@ -26,7 +26,7 @@ from expert_pool.cluster import (
     SamplingParams,
     WorkerConfig,
 )
-from expert_pool.cluster.pool import _get
+from expert_pool.cluster.driver_handle import get_answer
 from kill_report import Row
 from rank_faults import dies_recording, ends_at_step, inject
 from ray.util.placement_group import placement_group_table
@@ -72,8 +72,8 @@ def load_of(rng: random.Random, num_requests: int) -> tuple[list[list[int]], lis
 
 def on_rank(pool: ExpertPool, rank: int, function: Any, *args: Any) -> Any:
     """What `function(engine, *args)` returns in the actor of this rank."""
-    actors = _get(pool._driver.__ray_call__.remote(lambda driver: driver._gang.actors))
-    return _get(actors[rank].__ray_call__.remote(lambda actor: function(actor._engine, *args)))
+    actors = get_answer(pool._driver.__ray_call__.remote(lambda driver: driver._gang.actors))
+    return get_answer(actors[rank].__ray_call__.remote(lambda actor: function(actor._engine, *args)))
 
 
 def processes_of(*actors: str) -> list[psutil.Process]:

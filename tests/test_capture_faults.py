@@ -30,8 +30,7 @@ from expert_pool.cluster import (
     WorkerConfig,
 )
 from expert_pool.cluster.capture import CaptureOutcome
-from expert_pool.cluster.driver_handle import named_driver
-from expert_pool.cluster.pool import _get
+from expert_pool.cluster.driver_handle import get_answer, named_driver
 from expert_pool.dispatch.errors import ExpertPoolError
 from expert_pool.graphs.plan import CaptureEntry, plan_captures
 from expert_pool.workers.engine import RankEngine
@@ -112,12 +111,12 @@ def pool(request: pytest.FixtureRequest, session: None, random_models: dict[str,
 
 def on_rank(pool: ExpertPool, rank: int, function: Any, *args: Any) -> Any:
     """What `function(engine, *args)` returns in the actor of this rank."""
-    actors = _get(pool._driver.__ray_call__.remote(lambda driver: driver._gang.actors))
-    return _get(actors[rank].__ray_call__.remote(lambda actor: function(actor._engine, *args)))
+    actors = get_answer(pool._driver.__ray_call__.remote(lambda driver: driver._gang.actors))
+    return get_answer(actors[rank].__ray_call__.remote(lambda actor: function(actor._engine, *args)))
 
 
 def recapture(pool: ExpertPool) -> CaptureOutcome:
-    return _get(pool._driver.recapture.remote())
+    return get_answer(pool._driver.recapture.remote())
 
 
 @contextmanager
@@ -244,13 +243,13 @@ def test_h5_what_one_rank_cannot_record_no_rank_records(pool, references):
     """The reason and the rank are in the outcome and in the driver's log; batches of that size run otherwise."""
     entry, reason = CaptureEntry("decode", 3), "needs 3 KV blocks, this rank has 2"
     world_size = pool.rank_config.layout.world_size
-    _get(pool._driver.__ray_call__.remote(keep_warnings))
+    get_answer(pool._driver.__ray_call__.remote(keep_warnings))
     with fault_on(pool, 1, cannot_record, entry, reason):
         outcome = recapture(pool)
         assert outcome.plan == plan_captures(LIMITS).without({entry})
         [drop] = outcome.dropped
         assert str(drop) == f"decode[3 x 1] dropped on all ranks: rank 1 {reason}"
-        assert _get(pool._driver.__ray_call__.remote(kept_warnings)) == [str(drop)]
+        assert get_answer(pool._driver.__ray_call__.remote(kept_warnings)) == [str(drop)]
         states = [on_rank(pool, rank, capture_state) for rank in range(world_size)]
         assert states == [(None, 0, len(outcome.plan.entries))] * world_size
         assert_generates(pool, references["qwen3_moe"])
@@ -317,7 +316,7 @@ def test_a_rank_that_raises_in_the_first_capture_is_not_tried_again(session, ran
     def on_line(line: str) -> None:
         lines.append(line)
         if line == "starting ranks":
-            _get(named_driver("first").__ray_call__.remote(raise_in_the_first_capture))
+            get_answer(named_driver("first").__ray_call__.remote(raise_in_the_first_capture))
 
     config = msgspec.structs.replace(config_of(random_models["qwen3_moe"], 2), recovery=RecoveryConfig(backoff_s=0))
     with pytest.raises(RankError, match=rf"^rank 1 failed during warm_up .*{INJECTED}"):

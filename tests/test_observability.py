@@ -20,8 +20,8 @@ import torch
 from click.testing import CliRunner
 from expert_pool.cluster import ExpertPool, Limits, PoolConfig, SamplingParams, WorkerConfig
 from expert_pool.cluster.cli import _Run, main
+from expert_pool.cluster.driver_handle import get_answer
 from expert_pool.cluster.metrics import METRICS, PoolMetrics, imbalance
-from expert_pool.cluster.pool import _get
 from expert_pool.cluster.status_report import print_status
 from expert_pool.cluster.trace_clock import offset_of
 from expert_pool.cluster.trace_file import TraceFile
@@ -152,12 +152,12 @@ def test_every_metric_of_the_dashboard_is_one_that_the_pool_registers():
 def test_metrics_that_cannot_be_set_keep_nobody_from_an_answer_and_are_set_again_later(pool):
     on_driver = pool._driver.__ray_call__.remote
     restarts = pool.status().restarts
-    _get(on_driver(make_metrics_raise))
+    get_answer(on_driver(make_metrics_raise))
     assert len(list(pool.generate(PROMPTS, SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)))) == len(PROMPTS)
-    raised = lambda: set(_get(on_driver(lambda driver: driver.raised))) == {"report", "report_expert_load"}  # noqa: E731
+    raised = lambda: set(get_answer(on_driver(lambda driver: driver.raised))) == {"report", "report_expert_load"}  # noqa: E731
     assert holds_in_time(raised, within_s=15)
-    _get(on_driver(count_metrics_again))
-    assert holds_in_time(lambda: _get(on_driver(lambda driver: driver.loads_reported)) > 0, within_s=15)
+    get_answer(on_driver(count_metrics_again))
+    assert holds_in_time(lambda: get_answer(on_driver(lambda driver: driver.loads_reported)) > 0, within_s=15)
     assert (pool.status().state, pool.status().restarts) == ("ready", restarts)
 
 

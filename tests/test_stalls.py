@@ -8,8 +8,8 @@ import psutil
 import pytest
 import ray
 from expert_pool.cluster import ExpertPool, PoolConfig, RankError, RecoveryConfig, SamplingParams, WorkerConfig
+from expert_pool.cluster.driver_handle import get_answer
 from expert_pool.cluster.failure import describe_failure
-from expert_pool.cluster.pool import _get
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.rank import RankPlace
 from plain_ranks import PlainRanks
@@ -68,11 +68,11 @@ def test_a_rank_that_hangs_in_a_capture_takes_the_pool_down(stage, session, rand
     with ExpertPool.launch(config) as pool:
         processes = [psutil.Process(place.pid) for place in pool.status().places]
         set_deadline = pool._driver.__ray_call__.remote(lambda driver: setattr(driver._gang, "_start_timeout_s", 2.0))
-        _get(set_deadline)
-        actors = _get(pool._driver.__ray_call__.remote(lambda driver: driver._gang.actors))
-        _get(actors[1].__ray_call__.remote(lambda actor: hang_in(actor._engine.graphs, stage)))
+        get_answer(set_deadline)
+        actors = get_answer(pool._driver.__ray_call__.remote(lambda driver: driver._gang.actors))
+        get_answer(actors[1].__ray_call__.remote(lambda actor: hang_in(actor._engine.graphs, stage)))
         with pytest.raises(RankError, match=rf"ranks \[.*1\] did not finish {stage}.* within"):
-            _get(pool._driver.recapture.remote())
+            get_answer(pool._driver.recapture.remote())
         assert pool.status().state == "failed"
         assert psutil.wait_procs(processes, timeout=10)[1] == []
 

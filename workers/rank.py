@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 import time
 from typing import Any
 
@@ -16,6 +17,7 @@ from .request import ExpertCounts, RankOutput
 from .trace import RankTrace
 
 logger = logging.getLogger(__name__)
+_PARENT_S = 1.0
 
 
 class RankPlace(msgspec.Struct, frozen=True):
@@ -26,6 +28,21 @@ class RankPlace(msgspec.Struct, frozen=True):
     address: str
     pid: int
     gpu_ids: tuple[str, ...]
+
+
+def end_with_parent() -> None:
+    """End this process once its raylet has ended: nobody would end it then, and it would keep its GPU.
+
+    Ray's own check takes a raylet that nobody has waited for yet for one that lives.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @ray.remote(
@@ -50,6 +67,7 @@ class Rank:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._engine = RankEngine(config, rank)
         configure_logs(pool, rank, lambda: self._engine.step, config.worker.log_level)
+        end_with_parent()
 
     def place(self) -> RankPlace:
         context = ray.get_runtime_context()

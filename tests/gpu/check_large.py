@@ -29,7 +29,7 @@ from expert_pool.cluster import (
     SamplingParams,
     WorkerConfig,
 )
-from expert_pool.cluster.pool import _get
+from expert_pool.cluster.driver_handle import get_answer
 from expert_pool.cluster.validation import validate
 from expert_pool.dispatch.tuning import Tuning
 from expert_pool.workers.model_spec import ModelSpec
@@ -228,7 +228,7 @@ def _stop_counting(actor: Any) -> None:
 
 
 def actors_of(pool: ExpertPool) -> list[Any]:
-    actors: list[Any] = _get(pool._driver.__ray_call__.remote(lambda driver: driver._gang.actors))
+    actors: list[Any] = get_answer(pool._driver.__ray_call__.remote(lambda driver: driver._gang.actors))
     return actors
 
 

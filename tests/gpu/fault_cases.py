@@ -11,8 +11,8 @@ import psutil
 import ray
 from check_pool import agreement, reference
 from expert_pool.cluster import ExpertPool, GeometryError, PoolConfig, RankError, SamplingParams
+from expert_pool.cluster.driver_handle import get_answer
 from expert_pool.cluster.plan_report import plan_pool
-from expert_pool.cluster.pool import _get
 from fault_insides import capture_state, disagree_at_next_step, other_facts, outputs_are_kept
 from rank_faults import during_capture, inject, other_bucket, undo
 
@@ -108,7 +108,7 @@ def share_alike(first: list[tuple[int, ...]], second: list[tuple[int, ...]]) -> 
 
 def on_ranks(pool: ExpertPool, ranks: Sequence[int], function: Callable[..., Any], *args: Any) -> list[Any]:
     """What `function(engine, *args)` returns in the actors of these ranks, at the same time."""
-    actors = _get(pool._driver.__ray_call__.remote(lambda driver: driver._gang.actors))
+    actors = get_answer(pool._driver.__ray_call__.remote(lambda driver: driver._gang.actors))
     calls = [actors[rank].__ray_call__.remote(lambda actor: function(actor._engine, *args)) for rank in ranks]
     return ray.get(calls, timeout=60)
 

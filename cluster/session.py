@@ -157,6 +157,7 @@ def _reach_the_same(host: str, own_host: str) -> bool:
 def _start_local(config: PoolConfig, report: Callable[[str], None]) -> None:
     needed = {name: math.ceil(amount * config.ranks) for name, amount in config.bundle.items()}
     on_gpus = config.worker.device == "cuda"
+    report("starting a local Ray cluster")
     ray.init(
         address="local",
         num_cpus=max(1, needed.get("CPU", 0)),

@@ -28,6 +28,8 @@ DEFAULT_PREFILL_TOKENS = 2048
 # saves in launches no longer shows, while each further bucket costs start-up time and buffers.
 DEFAULT_GRAPH_BATCH_SIZE = 160
 
+# Kernels count rows and tokens in 32 bits.
+_HIGHEST = 2**31 - 1
 _LOWEST = {
     "chunked_prefill_size": 0,
     "max_prefill_tokens": 0,
@@ -94,6 +96,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise ConfigError(f"limits.{name}={value} is below {lowest}: set limits.{name} to {lowest} or more")
+            if value is not None and value > _HIGHEST:
+                raise ConfigError(f"limits.{name}={value} is above {_HIGHEST}: set limits.{name} to {_HIGHEST} or less")
         if self.speculative_algorithm is not None:
             _require_one_of("speculative_algorithm", self.speculative_algorithm, SpeculativeAlgorithm)
         _require_one_of("disaggregation_mode", self.disaggregation_mode, DisaggregationMode)
@@ -109,9 +113,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.cuda_graph_bs is None:
             return
         sizes = tuple(sorted(set(self.cuda_graph_bs)))
-        if not sizes or sizes[0] < 1:
+        if not sizes or sizes[0] < 1 or sizes[-1] > _HIGHEST:
             raise ConfigError(
-                f"limits.cuda_graph_bs={list(self.cuda_graph_bs)} has to list batch sizes of 1 or more: "
+                f"limits.cuda_graph_bs={list(self.cuda_graph_bs)} has to list batch sizes of 1 to {_HIGHEST}: "
                 "set limits.disable_cuda_graph for no graphs"
             )
         if self.cuda_graph_max_bs is not None and sizes[-1] > self.cuda_graph_max_bs:

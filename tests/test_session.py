@@ -37,7 +37,7 @@ def test_the_last_pool_ends_the_local_cluster_and_no_other_address_is_ignored_in
     assert ray.is_initialized()
     leave_ray()
     assert not ray.is_initialized()
-    assert [line for line in SAID if "started" in line] == ["started a local Ray cluster for 1 ranks"]
+    assert [line for line in SAID if line.startswith("started")] == ["started a local Ray cluster for 1 ranks"]
 
 
 def test_a_session_of_the_programs_own_is_left_to_it():

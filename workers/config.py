@@ -18,6 +18,9 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 MAX_SECONDS = 1e7
 MAX_TRACE_STEPS = 1_000_000
+MAX_BLOCK_SIZE, MAX_THREADS = 65_536, 4096
+# Positions in the cache are counted in 32 bits.
+MAX_CACHE_TOKENS = 2**31 - 1
 
 
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,12 +42,14 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpu_memory_utilization: float = 0.9
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise ConfigError(f"cache.block_size={self.block_size} is below 1")
-        if self.num_tokens is not None and self.num_tokens < 1:
-            raise ConfigError(f"cache.num_tokens={self.num_tokens} is below 1")
-        if self.max_bytes < 1:
-            raise ConfigError(f"cache.max_bytes={self.max_bytes} is below 1: it bounds the size of the cache on CPUs")
+        if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
+            raise ConfigError(f"cache.block_size={self.block_size} is not between 1 and {MAX_BLOCK_SIZE:,}")
+        if self.num_tokens is not None and not 1 <= self.num_tokens <= MAX_CACHE_TOKENS:
+            raise ConfigError(f"cache.num_tokens={self.num_tokens} is not between 1 and {MAX_CACHE_TOKENS:,}")
+        if not 1 <= self.max_bytes < 2**63:
+            raise ConfigError(
+                f"cache.max_bytes={self.max_bytes} is not between 1 and 2**63: it bounds the size of the cache on CPUs"
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"cache.gpu_memory_utilization={self.gpu_memory_utilization} is not above 0 and at most 1: it is a "
@@ -104,10 +109,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"worker.environment sets {VISIBLE_DEVICES}={self.environment[VISIBLE_DEVICES]!r}: Ray gives each rank "
                 "its GPUs, so that no two pools share one; leave it out"
             )
-        if self.threads < 1:
+        if not 1 <= self.threads <= MAX_THREADS:
             raise ConfigError(
-                f"worker.threads={self.threads} is below 1: set it to the CPU threads of a rank, 1 or more"
+                f"worker.threads={self.threads} is not between 1 and {MAX_THREADS:,}: set it to the CPU threads "
+                "of a rank"
             )
+        for name, value in self.environment.items():
+            if not name or "=" in name or "\0" in name + value:
+                raise ConfigError(f"worker.environment sets {name!r} to {value!r:.60}: no variable can be that")
         if not 0 <= self.trace_steps <= MAX_TRACE_STEPS:
             raise ConfigError(f"worker.trace_steps={self.trace_steps} is not between 0 and {MAX_TRACE_STEPS:,}")
         if not 1 <= self.step_timeout_s <= MAX_SECONDS:

@@ -38,7 +38,10 @@ def read_config(path: str) -> PreTrainedConfig:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise CheckpointError(f"model={path!r} is not a folder")
+        raise CheckpointError(
+            f"model={path!r} is not a folder; names of a hub are not downloaded: fetch the model first, with "
+            "`hf download NAME --local-dir FOLDER`, onto every node"
+        )
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"model={path!r} has no config.json: it is not a Hugging Face model folder")
     try:

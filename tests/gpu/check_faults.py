@@ -125,7 +125,6 @@ def config_of(dispatch: str, restarts: int, options: dict[str, Any]) -> PoolConf
         ),
         cache=CacheConfig(num_tokens=16384),
         worker=WorkerConfig(device=options["device"], step_timeout_s=options["step_timeout"]),
-        address="local",  # never another cluster that is found, should the session be gone
         placement=PlacementConfig(timeout_s=60, start_timeout_s=options["start_timeout"]),
         recovery=RecoveryConfig(max_restarts=restarts, backoff_s=0),
     )

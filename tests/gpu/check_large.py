@@ -90,7 +90,6 @@ def pool_config(folder: str, ranks: int, options: dict[str, Any], **others: Any)
             trace_steps=2 * options["new_tokens"] + 64,
             expert_load=expert_load,
         ),
-        address="local",  # never another cluster that is found, should the session be gone
         placement=PlacementConfig(timeout_s=60, start_timeout_s=options["deadline"]),
         recovery=RecoveryConfig(max_restarts=0),
     )

@@ -166,7 +166,6 @@ def config_of(row: PoolRow, path: str, tuning: Tuning, expert_load: bool, device
         ),
         cache=CacheConfig(num_tokens=65536),
         worker=WorkerConfig(device=device, step_timeout_s=120, expert_load=expert_load),
-        address="local",  # never another cluster that is found, should the session be gone
         placement=PlacementConfig(timeout_s=60),
         recovery=RecoveryConfig(max_restarts=0),
     )

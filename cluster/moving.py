@@ -96,6 +96,9 @@ class Mover:
             if more > 0:
                 async for facts in reserve.acquire():
                     life.note(f"resizing to {ranks} ranks: {facts}")
+            if life.state is DriverState.RESIZING:
+                # What was free may be what the other move has just left, and is about to take elsewhere.
+                raise RankError("its ranks are being moved off a node that goes away: resize the pool again after that")
             life.require(DriverState.READY)
             if fleet.config is not before:
                 raise RankError(f"the pool has {fleet.config.layout.world_size} ranks by now: resize it again")

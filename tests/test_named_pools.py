@@ -157,6 +157,7 @@ def test_a_pool_ends_with_the_actor_that_launched_it_though_the_job_goes_on(addr
     assert eventually(lambda: not any(map(psutil.pid_exists, pids)))
 
 
+@pytest.mark.long
 def test_more_open_calls_than_ray_allows_by_itself_keep_nobody_waiting(address, random_models):
     with ExpertPool.launch(PoolConfig(model=random_models["qwen3_moe"], ranks=1), name="busy") as pool:
         held = [pool._driver.hold.remote(str(number)) for number in range(1100)]
@@ -165,6 +166,7 @@ def test_more_open_calls_than_ray_allows_by_itself_keep_nobody_waiting(address, 
     assert eventually(nothing_left)
 
 
+@pytest.mark.long
 def test_only_who_sends_a_text_needs_the_models_folder(address, tiny_moe, tmp_path):
     folder = shutil.copytree(tiny_moe, tmp_path / "model")
     with ExpertPool.launch(PoolConfig(model=str(folder)), name="elsewhere"):

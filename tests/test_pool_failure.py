@@ -114,6 +114,7 @@ def test_h21_a_rank_that_is_killed_ends_the_pool_in_seconds_and_is_named(random_
             list(pool.generate([[5]]))
 
 
+@pytest.mark.long
 def test_a_rank_that_stalls_is_named_within_the_step_timeout(random_models):
     config = PoolConfig(
         model=random_models["qwen3_moe"],
@@ -218,6 +219,7 @@ def test_a_search_that_finds_no_places_changes_no_size(random_models, monkeypatc
     assert placement_groups() == set()
 
 
+@pytest.mark.long
 def test_a_pool_that_is_shut_down_while_it_starts_says_so(random_models):
     def shut_down(line: str) -> None:
         if line.startswith("loading"):

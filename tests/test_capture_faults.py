@@ -309,6 +309,7 @@ def test_a_rank_that_ends_inside_capture_is_named_and_takes_no_rank_into_a_hang(
             next(pool.generate(PROMPTS))
 
 
+@pytest.mark.long
 def test_a_rank_that_raises_in_the_first_capture_is_not_tried_again(session, random_models):
     """That the others are then ended is no loss of a process, which would be a reason to begin again."""
     lines: list[str] = []

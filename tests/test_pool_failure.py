@@ -138,7 +138,8 @@ def test_a_rank_that_stalls_is_named_within_the_step_timeout(random_models):
         assert placement_groups() == set()
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)], ids=["alone", "idle"])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2], ids=["alone", "idle"])
 def test_a_frozen_rank_that_no_other_waits_for_is_found_and_replaced(ranks, random_models):
     """One alone, in the middle of its work; and one of two that have nothing to do."""
     config = PoolConfig(

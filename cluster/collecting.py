@@ -86,6 +86,7 @@ class Collector:
                 self._then()
 
     async def _collect_expert_load(self, leaders: list[Any]) -> None:
+        """Counters are for metrics alone: what goes wrong with them is logged, and tried again next time."""
         while True:
             await asyncio.sleep(LOAD_INTERVAL_S)
             try:

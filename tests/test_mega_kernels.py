@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig
 from expert_pool.dispatch.errors import ConfigError
-from expert_pool.dispatch.paths.mega_kernels import MegaKernels
+from expert_pool.dispatch.paths.mega_kernels import MegaKernels, leave_out_proxy
 from expert_pool.dispatch.probe import Dropped, HostGroup, attempt
 from expert_pool.workers.engine import RankEngine
 from plain_ranks import RankGang
@@ -164,3 +164,15 @@ def counts_unknown(engine: RankEngine) -> str:
 def test_memory_that_another_release_keeps_elsewhere_is_no_zero(gang):
     for message in gang.call(counts_unknown):
         assert "the memory of FlashInfer's mega kernel cannot be counted" in message
+
+
+def test_nvshmem_starts_without_its_proxy_unless_the_user_wants_it():
+    environment = {"NVSHMEM_REMOTE_TRANSPORT": "ibrc", "NVSHMEM_DISABLE_LOCAL_ONLY_PROXY": "0"}
+    leave_out_proxy(environment)
+    assert environment == {
+        "NVSHMEM_REMOTE_TRANSPORT": "ibrc",
+        "NVSHMEM_DISABLE_LOCAL_ONLY_PROXY": "0",
+        "NVSHMEM_IB_ENABLE_IBGDA": "0",
+    }
+    leave_out_proxy(environment := {})
+    assert environment["NVSHMEM_DISABLE_LOCAL_ONLY_PROXY"] == "1"

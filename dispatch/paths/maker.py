@@ -100,6 +100,8 @@ class PathMaker:
                     "dispatch='allgather' exchanges over NCCL instead"
                 )
             reason = _import_problem("flashinfer.moe_ep") or _peer_problem(self.device)
+        if reason is None and name.dispatch == "flashinfer":
+            reason = _link_problem()
         if reason is None and name.is_mega:
             reason = self._hopper_problem() or self._weights_problem(layers, mega=True)
             reason = reason or _import_problem("nvshmem.core") or _import_problem("cutlass")
@@ -251,3 +253,14 @@ def _peer_problem(device: torch.device) -> str | None:
         if peer != own and not torch.cuda.can_device_access_peer(own, peer):
             return f"its GPU {own} cannot reach the memory of GPU {peer}"
     return None
+
+
+def _link_problem() -> str | None:
+    """What FlashInfer's all-to-all asks of the current GPU, which it says to its log alone."""
+    from flashinfer.comm.mnnvl import MnnvlMemory
+
+    try:
+        is_linked = MnnvlMemory.supports_mnnvl()
+    except Exception as error:  # of NVML, which some containers hide
+        return f"its NVLinks cannot be looked at: {type(error).__name__}: {error}"
+    return None if is_linked else "its GPU has no NVLink to peers, or not all are up (`nvidia-smi nvlink --status`)"

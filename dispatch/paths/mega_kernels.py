@@ -9,7 +9,8 @@ FlashInfer is imported at construction.
 """
 
 import logging
-from collections.abc import Collection, Sequence
+import os
+from collections.abc import Collection, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,21 @@ _SHARED_SETTINGS = (
     "fp8_scale_mode",
     "fp8_accum_mode",
 )
+
+# Mega reads and writes its peers' memory itself. The thread by which NVSHMEM serves everything else reads pinned memory
+# that NVSHMEM 3.4.5 never wrote: where a library that was there before left a certain number, it takes it for the wish
+# to end, and the next allocation ends the process ("nvshmem API called before nvshmem_init").
+_WITHOUT_PROXY = {
+    "NVSHMEM_DISABLE_LOCAL_ONLY_PROXY": "1",
+    "NVSHMEM_REMOTE_TRANSPORT": "none",
+    "NVSHMEM_IB_ENABLE_IBGDA": "0",
+}
+
+
+def leave_out_proxy(environment: MutableMapping[str, str]) -> None:
+    """Have NVSHMEM start without its proxy thread, unless the user has set otherwise; before it is initialised."""
+    for name, value in _WITHOUT_PROXY.items():
+        environment.setdefault(name, value)
 
 
 @dataclass(frozen=True)
@@ -169,6 +185,7 @@ class MegaKernels:
         )
         fleet = FleetParams(num_experts=num_experts, max_tokens_per_rank=capacity, token_hidden_size=w13.shape[2])
         kernel = self._kernel_config(w2.shape[2], top_k, self.scales.get(id(experts), (1.0, 1.0)))
+        leave_out_proxy(os.environ)
         return MoEEpLayer(bootstrap, fleet, MoEWeightPack(w13, w2), backend=MegaConfig(megakernel=kernel))
 
     def _knobs(self, adopted: AdoptedLayer, capacity: int) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from family_reference import DECODED
+from harness import gpu_of
 
 START_TIMEOUT_S = 400
 
@@ -264,7 +265,7 @@ def start_ranks(name: str, config: Any, batches: list[list[list[int]]]) -> Ranks
     context = multiprocessing.get_context("spawn")
     folder, go = tempfile.mkdtemp(prefix="family-"), context.Event()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else [str(rank) for rank in range(len(batches))]
+    gpus = visible.split(",") if visible else [str(gpu_of(rank)) for rank in range(len(batches))]
     processes, pipes = [], []
     for rank in range(len(batches)):
         own, other = context.Pipe()

@@ -16,6 +16,25 @@ from transformers import Qwen3MoeConfig
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 STARTED = time.monotonic()
+SHARE = "EXPERT_POOL_SHARE_GPU"
+ISOLATION_OFF = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+NCCL_SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"
+
+
+def ranks_share_gpu() -> bool:
+    """Whether all ranks run on the first GPU: right tokens and errors can be seen there, times and memory cannot.
+
+    NCCL takes several ranks of one GPU from 2.30 on, and must be told to; an older one is replaced with LD_PRELOAD.
+    """
+    return os.environ.get(SHARE) == "1"
+
+
+def gpu_of(rank: int) -> int:
+    """Which GPU a rank of a script without Ray runs on."""
+    if not ranks_share_gpu():
+        return rank
+    os.environ[NCCL_SHARES] = "1"
+    return 0
 
 
 def say(line: str) -> None:
@@ -49,6 +68,9 @@ def begin_session(num_ranks: int, device: str, modules: Sequence[ModuleType] = (
     for module in modules:
         ray.cloudpickle.register_pickle_by_value(module)
     gpus = None if device == "cuda" else 0
+    if device == "cuda" and ranks_share_gpu():
+        os.environ |= {ISOLATION_OFF: "1", NCCL_SHARES: "1"}
+        gpus = num_ranks
     ray.init(address="local", num_cpus=num_ranks, num_gpus=gpus, include_dashboard=False, log_to_driver=False)
     found = ray.cluster_resources().get("GPU", 0)
     if device == "cuda" and found < num_ranks:

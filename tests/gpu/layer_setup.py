@@ -25,6 +25,7 @@ from expert_pool.dispatch.paths.mega import MegaPath
 from expert_pool.dispatch.paths.mega_kernels import MegaKernels
 from expert_pool.dispatch.paths.path import DispatchedPath
 from expert_pool.dispatch.probe import HostGroup
+from harness import gpu_of
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -62,7 +63,7 @@ class World:
         self.rank, self.size = rank, size
         self.layout = Layout(size)
         self.on_gpu = device == "cuda"
-        self.device = torch.device("cuda", rank) if self.on_gpu else torch.device("cpu")
+        self.device = torch.device("cuda", gpu_of(rank)) if self.on_gpu else torch.device("cpu")
         self.started = time.perf_counter()
         if self.on_gpu:
             torch.cuda.set_device(self.device)

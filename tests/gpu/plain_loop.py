@@ -15,7 +15,7 @@ from expert_pool.graphs.plan import plan_captures
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.rank_config import RankConfig
 from expert_pool.workers.request import Request, SamplingParams
-from harness import say
+from harness import gpu_of, say
 from rank_insides import ScriptedInbox
 from step_times import HostProfile, StepTimes, middle
 
@@ -117,7 +117,8 @@ def _main(
     new_tokens: int,
     profile: bool,
 ) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")[rank]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[gpu_of(rank)]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         engine = _loaded_engine(config, rank, ports, reports)

@@ -1,5 +1,6 @@
 """One MoE layer of a rank, as what computes its experts sees it before any step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,3 +45,11 @@ class MoeLayer:
         """Drop the model's own weights, which something else holds now."""
         for weights in self.parameters.values():
             weights.data = weights.data.new_empty(0)
+
+
+def one_of_each_shape(layers: Sequence[MoeLayer]) -> dict[str, MoeLayer]:
+    """The first layer of each shape, by shape, in order."""
+    found: dict[str, MoeLayer] = {}
+    for layer in layers:
+        found.setdefault(layer.shape, layer)
+    return found

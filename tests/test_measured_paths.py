@@ -8,7 +8,10 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from expert_pool.cluster import CacheConfig, ExpertPool, Limits, PoolConfig
+from expert_pool.dispatch.alltoall import AllToAllDispatcher
+from expert_pool.dispatch.contract import Dispatched
 from expert_pool.dispatch.errors import ConfigError
 from expert_pool.dispatch.experts.quack_gemm import GemmTile
 from expert_pool.dispatch.experts.quack_tuning import TileTable, agree_on
@@ -35,7 +38,7 @@ MIXED = (TableRow(4, "alltoall+torch"), TableRow(16, "allgather+torch"))
 BUCKETS = (1, 4, 16)
 PROMPTS = [[5, 17, 42], [9, 9]]
 NEW_TOKENS = 8
-FAULTY_MEETING = 6
+FAULTY_MEETING = 8
 
 
 def config_of(model: str, tuning: Tuning) -> PoolConfig:
@@ -233,6 +236,35 @@ def test_a_path_that_one_rank_cannot_take_is_dropped_on_all_with_the_reason(how,
         assert lines[-1] == "all ranks fall back to allgather+torch"
 
 
+def with_rows_wrong_on_one(engine: RankEngine, factor: float, tuning: dict[str, Any]) -> tuple[str, ...] | str:
+    """Choose where one rank's all-to-all brings back other numbers, without a word."""
+    combine = AllToAllDispatcher.combine
+
+    def other_numbers(dispatcher: AllToAllDispatcher, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        return factor * combine(dispatcher, y_RH, dispatched)
+
+    with ExitStack() as faults:
+        if engine.rank == 1:
+            faults.enter_context(replaced(AllToAllDispatcher, "combine", other_numbers))
+        try:
+            return choose_again(engine, **tuning).lines
+        except ConfigError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(("factor", "error"), [(1.05, "0.05"), (0.0, "1"), (float("nan"), "inf")])
+def test_a_path_that_computes_something_else_is_dropped_on_all_with_the_error(factor, error, gang):
+    reason = (
+        "alltoall+torch dropped on all ranks: rank 0: ConfigError: on rank 1 it computes model.layers.0.mlp.experts "
+        f"with a relative error of {error} to the plain experts, 0.03 at most can be rounding"
+    )
+    for lines in gang.call(with_rows_wrong_on_one, factor, {}):
+        assert reason in lines
+        assert lines[-1] == "all ranks fall back to allgather+torch"
+    messages = gang.call(with_rows_wrong_on_one, factor, {"table": MIXED})
+    assert messages == [f"the table pinned by tuning.table cannot run: {reason}"] * 2
+
+
 def failing_while_it_measures(engine: RankEngine, faulty_rank: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """One rank fails where all are about to replay what they recorded; the others wait for it there."""
     meet = HostGroup.meet
@@ -339,7 +371,7 @@ def scales_of(engine: RankEngine) -> list[tuple[float, float]]:
     )
     group = HostGroup(engine._host_group, engine.rank)
     with replaced(target._exchange, "path", loading_path(engine.config, maker)):
-        return calibrate(engine.config.spec, target.model, target._exchange, layers, group, engine._device)
+        return calibrate(engine.config.spec, target.model, target._exchange, layers, group, engine._device).scales
 
 
 def test_fp8_scales_are_the_same_numbers_on_every_rank_and_cover_what_the_model_computes(gang):

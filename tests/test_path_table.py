@@ -220,7 +220,8 @@ def test_what_does_not_go_together_is_refused(settings, message, tiny_moe):
         ("none", 256, 64, None),
         ("none", 384, 64, "hidden size 384 is no multiple of 256"),
         ("none", 256, 96, "intermediate size 96 is no multiple of 64"),
-        ("fp8", 320, 64, None),
+        ("fp8", 320, 128, None),
+        ("fp8", 320, 64, "intermediate size 64 is no multiple of 128"),
         ("fp8_blockwise", 256, 64, "intermediate size 64 is no multiple of 128"),
     ],
 )

@@ -5,7 +5,8 @@ runs the model on random tokens in the model's own dtype, and the largest magnit
 floating-point format, so room above the largest value seen costs no precision to speak of.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from ..dispatch.experts.local_experts import LocalExperts
 from ..dispatch.geometry import StepGeometry
 from ..dispatch.moe import MoeExchange
-from ..dispatch.moe_layer import MoeLayer
+from ..dispatch.moe_layer import MoeLayer, one_of_each_shape
 from ..dispatch.paths.mega import FP8_MAX
 from ..dispatch.paths.path import ExpertPath
 from ..dispatch.probe import HostGroup
@@ -23,6 +24,7 @@ from .inputs import StepInputs
 from .kv_cache import KvCache
 from .model import TargetModel
 from .model_spec import ModelSpec
+from .sample_rows import SampleRows
 
 CALIBRATION_TOKENS = 256
 _BLOCK_SIZE = 16
@@ -30,20 +32,35 @@ _HEADROOM = 4.0
 _SMALLEST_SCALE = 1e-6
 
 
+class Calibration(NamedTuple):
+    """What the model computes on random tokens.
+
+    Attributes:
+        scales: of the inputs of both projections of each layer, equal on every rank.
+        rows: this rank's part of the batch as it reached the first layer of each shape, by `id` of its experts module.
+    """
+
+    scales: list[tuple[float, float]]
+    rows: dict[int, SampleRows]
+
+
 class InputRecorder:
-    """A path that notes the largest magnitudes that reach both projections of each layer's experts.
+    """A path that notes what reaches each layer's experts, and the largest magnitudes at both projections.
 
     Args:
         path: that computes.
         rank: this rank.
+        kept: `id` of the experts modules whose rows are kept.
     """
 
-    def __init__(self, path: ExpertPath, rank: int):
+    def __init__(self, path: ExpertPath, rank: int, kept: Collection[int]):
         self.name, self.expert_backend, self.capacity = path.name, path.expert_backend, path.capacity
         self.num_bytes, self.tuning, self.quantisation_scales = path.num_bytes, path.tuning, path.quantisation_scales
         self.largest: dict[int, torch.Tensor] = {}
+        self.rows: dict[int, SampleRows] = {}
         self._path = path
         self._rank = rank
+        self._kept = kept
 
     def adopt(self, experts: torch.nn.Module, name: str, num_experts: int, top_k: int) -> None:
         """Nothing: the path is the one the model runs on already."""
@@ -63,6 +80,8 @@ class InputRecorder:
         both = torch.stack([x_TH.abs().amax(), _largest_inner(experts, x_TH, local_TK, expert_weights_TK)])
         seen = self.largest.setdefault(id(experts.module), torch.zeros_like(both))
         torch.maximum(seen, both, out=seen)
+        if id(experts.module) in self._kept:
+            self.rows[id(experts.module)] = SampleRows(x_TH.clone(), expert_ids_TK.clone(), expert_weights_TK.clone())
         return self._path.run(experts, x_TH, expert_ids_TK, expert_weights_TK, geometry)
 
 
@@ -91,8 +110,8 @@ def calibrate(
     layers: Sequence[MoeLayer],
     group: HostGroup,
     device: torch.device,
-) -> list[tuple[float, float]]:
-    """Scales of the inputs of both projections of each layer, equal on every rank; collective over all ranks.
+) -> Calibration:
+    """Run the model once on random tokens; collective over all ranks.
 
     Args:
         spec: the model.
@@ -106,7 +125,8 @@ def calibrate(
     cache = KvCache(spec.attention, 2 + num_tokens // _BLOCK_SIZE, _BLOCK_SIZE, getattr(torch, spec.dtype), device)
     target = TargetModel(model, exchange, cache, SdpaAttention(cache, device), device)
     path = exchange.path
-    recorder = InputRecorder(path, exchange.rank)
+    kept = [id(layer.experts.module) for layer in one_of_each_shape(layers).values()]
+    recorder = InputRecorder(path, exchange.rank, kept)
     exchange.path = recorder
     try:
         counts = (num_tokens,) * exchange.layout.dp_size
@@ -116,7 +136,8 @@ def calibrate(
         exchange.path = path
     seen = torch.stack([recorder.largest[id(layer.experts.module)].float().cpu() for layer in layers])
     scales = (group.largest(seen) * _HEADROOM / FP8_MAX).clamp(min=_SMALLEST_SCALE)
-    return [(float(first), float(second)) for first, second in scales.to(torch.float32).tolist()]
+    pairs = [(float(first), float(second)) for first, second in scales.to(torch.float32).tolist()]
+    return Calibration(pairs, recorder.rows)
 
 
 def _random_prompt(spec: ModelSpec, num_tokens: int, dp_rank: int) -> StepInputs:

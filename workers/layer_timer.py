@@ -12,6 +12,7 @@ from ..dispatch.moe_layer import MoeLayer
 from ..dispatch.paths.path import ExpertPath
 from ..dispatch.probe import HostGroup
 from ..graphs.backend import CaptureBackend
+from .sample_rows import SampleRows, random_rows
 
 _TRIALS = 3
 _POOL = "measure"
@@ -53,10 +54,7 @@ class LayerTimer:
         layout = self._layout
         geometry = StepGeometry.captured(layout, num_rows * layout.attn_tp_size, capacity=self._capacity)
         calls = [
-            partial(
-                path.run, layer.experts, *sample_rows(layer, num_rows, self._group.rank, call, self._device), geometry
-            )
-            for call in range(_CALLS)
+            partial(path.run, layer.experts, *self._rows(layer, num_rows, call), geometry) for call in range(_CALLS)
         ]
         step = partial(_one_after_another, calls)
         self._backend.warm_up(step)
@@ -68,6 +66,9 @@ class LayerTimer:
             self._group.meet()
             trials.append(clock(graph.replay) / (self._repeats * _CALLS))
         return min(trials)
+
+    def _rows(self, layer: MoeLayer, num_rows: int, call: int) -> SampleRows:
+        return random_rows(layer, num_rows, 1000 * (_CALLS * num_rows + call) + self._group.rank, self._device)
 
     def _on_gpu(self, replay: Callable[[], torch.Tensor]) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -91,16 +92,3 @@ def _one_after_another(calls: Sequence[Callable[[], torch.Tensor]]) -> torch.Ten
     for call in calls:
         result = call()
     return result
-
-
-def sample_rows(
-    layer: MoeLayer, num_rows: int, rank: int, call: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows, expert ids and routing weights of a rank, `[T, H]`, `[T, K]`, `[T, K]`, with routings spread evenly."""
-    generator = torch.Generator().manual_seed(1000 * (_CALLS * num_rows + call) + rank)
-    dtype = layer.parameters["gate_up_proj"].dtype
-    x_TH = torch.randn(num_rows, layer.hidden_size, generator=generator)
-    scores_TE = torch.rand(num_rows, layer.num_experts, generator=generator)
-    weights_TK, ids_TK = scores_TE.topk(layer.top_k, dim=-1)
-    weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
-    return x_TH.to(device, dtype), ids_TK.to(device), weights_TK.to(device, layer.weights_dtype)

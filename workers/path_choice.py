@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..dispatch.errors import ConfigError
 from ..dispatch.moe import MoeExchange
-from ..dispatch.moe_layer import MoeLayer
+from ..dispatch.moe_layer import MoeLayer, one_of_each_shape
 from ..dispatch.paths.choice import Choice, Measured, PathCost, bytes_of, choose
 from ..dispatch.paths.maker import PathMaker, copy_bytes
 from ..dispatch.paths.measured import MeasuredPath
@@ -27,7 +27,9 @@ from ..dispatch.tuning import TableRow
 from ..graphs.backend import CaptureBackend
 from .calibrate import calibrate
 from .layer_timer import LayerTimer
+from .path_check import PathCheck
 from .rank_config import RankConfig
+from .sample_rows import SampleRows
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ class PathChoice:
         self._group = group
         self._backend = backend
         self._dropped: dict[str, Dropped] = {}
+        self._check: PathCheck | None = None
 
     @torch.inference_mode(False)
     def settle(self, model: PreTrainedModel, exchange: MoeExchange) -> Settled:
@@ -81,11 +84,15 @@ class PathChoice:
         else:
             names = (PathName(config.dispatch, "nvfp4" if config.quantisation == "nvfp4" else config.experts),)
         self._probe(names, layers)
+        real_rows: dict[int, SampleRows] = {}
         if config.quantisation == "fp8" and any(str(name) not in self._dropped for name in names):
-            scales = calibrate(config.spec, model, exchange, layers, self._group, self._maker.device)
+            scales, real_rows = calibrate(config.spec, model, exchange, layers, self._group, self._maker.device)
             self._maker.kernels.scales |= {
                 id(layer.experts.module): pair for layer, pair in zip(layers, scales, strict=True)
             }
+        self._check = PathCheck(
+            config.layout, self._group, exchange.path, config.quantisation, real_rows, self._maker.device
+        )
         if config.dispatch != "measured":
             paths = self._all_of(names, layers, f"dispatch={config.dispatch!r}")
             self._adopt(paths, layers)
@@ -108,7 +115,7 @@ class PathChoice:
         """
         paths: dict[PathName, MemberPath] = {}
         if not any(str(name) in self._dropped for name in names):
-            paths = self._build(names, list({layer.shape: layer for layer in layers}.values()))
+            paths = self._build(names, list(one_of_each_shape(layers).values()))
         lost = [self._dropped[str(name)] for name in names if str(name) in self._dropped]
         if lost:
             raise ConfigError(f"{setting} cannot run: {'; '.join(map(str, lost))}")
@@ -151,7 +158,7 @@ class PathChoice:
 
     def _by_measuring(self, names: Sequence[PathName], layers: Sequence[MoeLayer]) -> Settled:
         config = self._config
-        samples = {layer.shape: layer for layer in layers}
+        samples = one_of_each_shape(layers)
         paths = self._build(names, list(samples.values()))
         buckets = measured_rows(config.limits, config.layout, config.capacity)
         measured = self._measure(paths, samples, buckets, layers)
@@ -190,6 +197,10 @@ class PathChoice:
         for layer in samples:
             path.adopt(layer.experts.module, layer.name, layer.num_experts, layer.top_k)
         path.prepare(self._group)
+        if not name.is_plain:
+            assert self._check is not None, "settle makes it"
+            for layer in samples:
+                self._check.require_right(path, layer, str(name))
         return path
 
     def _measure(

@@ -35,6 +35,11 @@ class PathName(NamedTuple):
         return self.capacity is not None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is what the others are held to: PyTorch's experts behind PyTorch's collectives, or behind none."""
+        return self.experts == "torch" and self.dispatch in ("local", "allgather")
+
+    @property
     def weights(self) -> str:
         """The layout of expert weights that the path reads: the model's own, or one prepared from it."""
         return "mega" if self.is_mega else "nvfp4" if self.experts == "nvfp4" else "as loaded"

@@ -10,7 +10,10 @@ error against float32 math on operands rounded to fp8 where the kernel rounds th
 intermediate as the kernel's own sums give it; see `rounded_experts`.
 """
 
+import faulthandler
 import multiprocessing
+import os
+import signal
 import socket
 import sys
 import time
@@ -34,6 +37,7 @@ BENCH_ONLY = ("auto", "bare", "transformers")
 
 def run_rank(rank: int, size: int, port: int, go: Any, options: dict[str, Any], failures: Any, results: Any) -> None:
     """One process: build the layer, then each part in turn; a part that fails is said and the next begins."""
+    faulthandler.register(signal.SIGUSR1)
     import torch
     from layer_setup import PATHS, SIZES, Layer, World
 
@@ -68,7 +72,9 @@ def run_rank(rank: int, size: int, port: int, go: Any, options: dict[str, Any], 
         if layer is None:
             continue
         if "numerics" in options["only"]:
-            check_numerics(layer, name, options["path"], attempt, failures, results, PATHS)
+            for path_name in options["path"]:
+                for capacity in options["capacity"] if path_name not in BENCH_ONLY else ():
+                    check_numerics(layer, name, path_name, capacity, PATHS[path_name], attempt, failures, results)
         if "bench" in options["only"]:
             check_bench(layer, name, options, attempt, results)
         del layer
@@ -81,27 +87,25 @@ def run_rank(rank: int, size: int, port: int, go: Any, options: dict[str, Any], 
 
 
 def check_numerics(
-    layer: Any, geometry: str, names: Any, attempt: Any, failures: Any, results: Any, paths: Any
+    layer: Any, geometry: str, name: str, capacity: int, path: Any, attempt: Any, failures: Any, results: Any
 ) -> None:
-    from layer_numerics import CAPACITY, HEADER, check_path
+    """One path built for a capacity."""
+    from layer_numerics import HEADER, check_path
 
-    size, lines = layer.world.size, []
-    for name in names:
-        if name in BENCH_ONLY:
-            continue
-        built = attempt(f"build {name}", paths[name], layer, CAPACITY)
-        if built is None:
-            continue
-        found = attempt(f"numerics {geometry} {name}", check_path, layer, built)
-        if found is not None:
-            rows, good = found
-            lines += [[name, *row] for row in rows]
-            if not good:
-                failures.append(f"numerics {geometry} {name}, {size} ranks")
-            if layer.world.rank == 0:
-                results.append(("numerics", geometry, size, largest_errors(name, rows, good)))
-            show(layer.world, f"relative errors, {geometry}, {size} ranks", [["path", *HEADER], *lines[-len(rows) :]])
-        attempt(f"close {name}", built.close)
+    size, label = layer.world.size, f"{name} for {capacity}"
+    built = attempt(f"build {label}", path, layer, capacity)
+    if built is None:
+        return
+    found = attempt(f"numerics {geometry} {label}", check_path, layer, built)
+    if found is not None:
+        rows, good = found
+        if not good:
+            failures.append(f"numerics {geometry} {label}, {size} ranks")
+        if layer.world.rank == 0:
+            results.append(("numerics", geometry, size, largest_errors(label, rows, good)))
+        named = [["path", *HEADER], *([label, *row] for row in rows)]
+        show(layer.world, f"relative errors, {geometry}, {size} ranks", named)
+    attempt(f"close {label}", built.close)
 
 
 def largest_errors(name: str, rows: list[list[str]], good: bool) -> list[list[str]]:
@@ -171,7 +175,9 @@ def run_world(processes: list[Any], go: Any, deadline: float) -> list[str]:
         time.sleep(0.1)
     for rank, process in enumerate(processes):
         if process.is_alive():
-            click.echo(f"rank {rank} ended by the deadline, or because another rank died")
+            click.echo(f"rank {rank} ended by the deadline, or because another rank died; it was here:")
+            os.kill(process.pid, signal.SIGUSR1)  # it prints where it stands
+            process.join(1)
             process.kill()
         process.join()
     return [f"exit code {process.exitcode}" for process in processes if process.exitcode != 0]
@@ -195,7 +201,14 @@ def default_paths(options: dict[str, Any]) -> tuple[str, ...]:
     "--path", multiple=True, help="Paths, and for the bench `auto` (all it chooses from), `bare`, `transformers`."
 )
 @click.option(
-    "--geometry", multiple=True, type=click.Choice(["Q", "D", "D256", "small"]), default=("Q",), show_default=True
+    "--geometry",
+    multiple=True,
+    type=click.Choice(["Q", "D", "D256", "odd", "small", "narrow"]),
+    default=("Q",),
+    show_default=True,
+)
+@click.option(
+    "--capacity", multiple=True, type=int, default=(4096,), show_default=True, help="Rows a rank, for the numerics."
 )
 @click.option("--tokens", multiple=True, type=int, default=(1, 8, 64, 256, 2048), show_default=True)
 @click.option("--bare-tokens", multiple=True, type=int, default=(64, 256), show_default=True)

@@ -1,6 +1,7 @@
 """Every path against a float32 reference with fresh inputs, eager and replayed; for check_layers.py."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,6 @@ from layer_setup import Built, Inputs, Layer, World
 # Tokens of rank 0 and rank 1: each of 0, 1, 3, 64, 513 and 4096 on either side.
 COUNTS = ((0, 3), (1, 0), (3, 64), (64, 1), (513, 64), (1, 513), (4096, 513), (0, 4096))
 TOKENS = (0, 1, 3, 64, 513, 4096)
-CAPACITY = 4096
 # Against float32 math on the same rounded operands.
 ROUNDED_LIMIT = 1e-2
 HEADER = ("tokens", "eager", "replayed", "rounded alike", "and h as summed", "replay against eager", "")
@@ -24,15 +24,17 @@ def relative_error(world: World, y: torch.Tensor, expected: torch.Tensor) -> flo
     return float((sums[0] / sums[1]).sqrt())
 
 
-def counts_of(size: int) -> tuple[tuple[int, ...], ...]:
-    """Tokens of each rank, uneven and with idle ranks: every number of `TOKENS` on every rank."""
+def counts_of(size: int, capacity: int) -> list[tuple[int, ...]]:
+    """Tokens of each rank, uneven and with idle ranks: every number of `TOKENS` up to the capacity on every rank."""
     if size == 1:
-        return tuple((count,) for count in TOKENS if count)
-    if size == 2:
-        return COUNTS
-    turned = tuple(tuple(TOKENS[(shift + rank) % len(TOKENS)] for rank in range(size)) for shift in range(len(TOKENS)))
-    idle = (0,) * (size - 2)
-    return (*turned, (0, *idle, 3), (64, *idle, 0))
+        counts: Any = [(count,) for count in TOKENS if count]
+    elif size == 2:
+        counts = COUNTS
+    else:
+        idle, shifts = (0,) * (size - 2), range(len(TOKENS))
+        turned = [tuple(TOKENS[(shift + rank) % len(TOKENS)] for rank in range(size)) for shift in shifts]
+        counts = [*turned, (0, *idle, 3), (64, *idle, 0)]
+    return list(dict.fromkeys(tuple(min(count, capacity) for count in of_ranks) for of_ranks in counts))
 
 
 @torch.inference_mode()
@@ -41,7 +43,7 @@ def check_path(layer: Layer, built: Built) -> tuple[list[list[str]], bool]:
     rows, good = [], True
     # The norm of a few narrow rows says less.
     slack = 2 if layer.size.hidden < 512 else 1
-    for seed, counts in enumerate(counts_of(layer.world.size)):
+    for seed, counts in enumerate(counts_of(layer.world.size, built.path.capacity)):
         eager, replayed, rounded, same = check_counts(layer, built, counts, seed)
         within = max(eager, replayed) <= slack * built.limit
         verdict = "ok" if within else "TOO LARGE"

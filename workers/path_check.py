@@ -1,0 +1,113 @@
+"""What a path computes, held to the plain experts before any step depends on it.
+
+Kernels are compiled, tuned and configured for shapes that nobody may have tried them on, and one that computes
+something else says nothing about it: it is wrong tokens. So a path that has just been built computes some rows of a
+layer, and so do the plain experts over plain collectives in the model's own dtype. A path that is further from them
+than its number format explains is refused on every rank, with both numbers.
+"""
+
+import logging
+from collections.abc import Mapping
+
+import torch
+
+from ..dispatch.contract import INVALID_EXPERT_ID
+from ..dispatch.errors import ConfigError
+from ..dispatch.geometry import StepGeometry
+from ..dispatch.layout import Layout
+from ..dispatch.limits import QuantisationKind
+from ..dispatch.moe_layer import MoeLayer
+from ..dispatch.paths.path import ExpertPath
+from ..dispatch.probe import HostGroup
+from .sample_rows import SampleRows, random_rows
+
+logger = logging.getLogger(__name__)
+
+# Relative errors of a layer's output, far above what each format was seen to cost (0.005; 0.07 in fp8; about 0.2 in
+# NVFP4) and far below what a wrong row, weight or scale makes of it.
+LARGEST_ERROR: dict[QuantisationKind, float] = {"none": 0.03, "fp8": 0.2, "fp8_blockwise": 0.2, "nvfp4": 0.5}
+# One row in so many carries no token, and is sent to no expert.
+_IDLE_EVERY = 8
+
+
+class PathCheck:
+    """Checks the paths of one rank; all ranks check the same ones in the same order.
+
+    Args:
+        layout: the arrangement of ranks, equal on every rank.
+        group: all ranks.
+        reference: the plain experts over plain collectives.
+        quantisation: of the paths that are checked, equal on every rank.
+        real_rows: of some layers, by `id` of the experts module, what the model itself brings to them; other layers are
+            checked with random rows. For the same layers on every rank.
+        device: of the layers.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        group: HostGroup,
+        reference: ExpertPath,
+        quantisation: QuantisationKind,
+        real_rows: Mapping[int, SampleRows],
+        device: torch.device,
+    ):
+        self._layout = layout
+        self._group = group
+        self._reference = reference
+        self._bound = LARGEST_ERROR[quantisation]
+        self._real_rows = real_rows
+        self._device = device
+
+    @torch.inference_mode()
+    def require_right(self, path: ExpertPath, layer: MoeLayer, label: str) -> None:
+        """Compute rows of this layer, which the path has adopted, both ways; collective over all ranks.
+
+        The first DP rank brings as many rows as both hold, the others fewer, as in an uneven step.
+
+        Args:
+            path: that is checked.
+            layer: of which it computes rows.
+            label: of the path, for messages.
+
+        Raises:
+            ConfigError: on every rank alike: on some rank the path is too far from the plain experts.
+            PeerGaveUp: another rank failed on the way.
+        """
+        self._group.meet()  # a rank that has failed to build it never comes to what follows
+        largest = min(path.capacity, self._reference.capacity)
+        counts = tuple(largest if rank == 0 else 1 + 37 * rank % largest for rank in range(self._layout.dp_size))
+        rows = self._rows_of(layer, counts)
+        expected_TH, found_TH = (
+            one.run(layer.experts, *rows, StepGeometry.eager(self._layout, counts, capacity=one.capacity)).float()
+            for one in (self._reference, path)
+        )
+        carries_token_T = rows.expert_ids_TK[:, 0] != INVALID_EXPERT_ID
+        own = _relative_error(found_TH[carries_token_T], expected_TH[carries_token_T])
+        errors = self._group.gather_met(own, float)
+        worst = max(range(len(errors)), key=errors.__getitem__)
+        logger.info("%s, %s: relative error %.2g to the plain experts", label, layer.name, errors[worst])
+        if not errors[worst] <= self._bound:
+            raise ConfigError(
+                f"on rank {worst} it computes {layer.name} with a relative error of {errors[worst]:.2g} to the plain "
+                f"experts, {self._bound:g} at most can be rounding"
+            )
+
+    def _rows_of(self, layer: MoeLayer, counts: tuple[int, ...]) -> SampleRows:
+        """This rank's part of batches of these many tokens."""
+        geometry = StepGeometry.eager(self._layout, counts, capacity=self._reference.capacity)
+        num_rows = geometry.num_rows_per_rank[self._group.rank]
+        real = self._real_rows.get(id(layer.experts.module))
+        rows = random_rows(layer, num_rows, self._group.rank, self._device) if real is None else real.first(num_rows)
+        ids_TK = rows.expert_ids_TK.clone()
+        ids_TK[_IDLE_EVERY - 1 :: _IDLE_EVERY] = INVALID_EXPERT_ID
+        return rows._replace(expert_ids_TK=ids_TK)
+
+
+def _relative_error(found_TH: torch.Tensor, expected_TH: torch.Tensor) -> float:
+    """Infinite where something found is no number."""
+    if not bool(torch.isfinite(found_TH).all()):
+        return float("inf")
+    size = float(expected_TH.norm())
+    difference = float((found_TH - expected_TH).norm())
+    return difference / size if size else float(difference > 0)

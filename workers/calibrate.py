@@ -102,6 +102,11 @@ def _largest_inner(
     return largest
 
 
+def num_calibrating(spec: ModelSpec) -> int:
+    """Tokens of the batch that each DP rank runs."""
+    return min(CALIBRATION_TOKENS, spec.context_length)
+
+
 @torch.inference_mode()
 def calibrate(
     spec: ModelSpec,
@@ -121,7 +126,7 @@ def calibrate(
         group: all ranks.
         device: of the model.
     """
-    num_tokens = min(CALIBRATION_TOKENS, spec.context_length)
+    num_tokens = num_calibrating(spec)
     cache = KvCache(spec.attention, 2 + num_tokens // _BLOCK_SIZE, _BLOCK_SIZE, getattr(torch, spec.dtype), device)
     target = TargetModel(model, exchange, cache, SdpaAttention(cache, device), device)
     path = exchange.path

@@ -37,9 +37,10 @@ class PathCheck:
         layout: the arrangement of ranks, equal on every rank.
         group: all ranks.
         reference: the plain experts over plain collectives.
+        num_tokens: of the largest batch, equal on every rank; the reference takes it.
         quantisation: of the paths that are checked, equal on every rank.
         real_rows: of some layers, by `id` of the experts module, what the model itself brings to them; other layers are
-            checked with random rows. For the same layers on every rank.
+            checked with random rows. For the same layers on every rank, a batch of `num_tokens` each.
         device: of the layers.
     """
 
@@ -48,6 +49,7 @@ class PathCheck:
         layout: Layout,
         group: HostGroup,
         reference: ExpertPath,
+        num_tokens: int,
         quantisation: QuantisationKind,
         real_rows: Mapping[int, SampleRows],
         device: torch.device,
@@ -55,6 +57,7 @@ class PathCheck:
         self._layout = layout
         self._group = group
         self._reference = reference
+        self._num_tokens = num_tokens
         self._bound = LARGEST_ERROR[quantisation]
         self._real_rows = real_rows
         self._device = device
@@ -63,7 +66,7 @@ class PathCheck:
     def require_right(self, path: ExpertPath, layer: MoeLayer, label: str) -> None:
         """Compute rows of this layer, which the path has adopted, both ways; collective over all ranks.
 
-        The first DP rank brings as many rows as both hold, the others fewer, as in an uneven step.
+        The first DP rank brings the largest batch that the path holds, the others fewer tokens, as in an uneven step.
 
         Args:
             path: that is checked.
@@ -75,13 +78,10 @@ class PathCheck:
             PeerGaveUp: another rank failed on the way.
         """
         self._group.meet()  # a rank that has failed to build it never comes to what follows
-        largest = min(path.capacity, self._reference.capacity)
+        largest = min(path.capacity, self._num_tokens)
         counts = tuple(largest if rank == 0 else 1 + 37 * rank % largest for rank in range(self._layout.dp_size))
         rows = self._rows_of(layer, counts)
-        expected_TH, found_TH = (
-            one.run(layer.experts, *rows, StepGeometry.eager(self._layout, counts, capacity=one.capacity)).float()
-            for one in (self._reference, path)
-        )
+        expected_TH, found_TH = (self._computed(one, layer, rows, counts) for one in (self._reference, path))
         carries_token_T = rows.expert_ids_TK[:, 0] != INVALID_EXPERT_ID
         own = _relative_error(found_TH[carries_token_T], expected_TH[carries_token_T])
         errors = self._group.gather_met(own, float)
@@ -92,6 +92,11 @@ class PathCheck:
                 f"on rank {worst} it computes {layer.name} with a relative error of {errors[worst]:.2g} to the plain "
                 f"experts, {self._bound:g} at most can be rounding"
             )
+
+    def _computed(self, path: ExpertPath, layer: MoeLayer, rows: SampleRows, counts: tuple[int, ...]) -> torch.Tensor:
+        """Of its own, since a path may return a view of what its next step writes."""
+        geometry = StepGeometry.eager(self._layout, counts, capacity=path.capacity)
+        return path.run(layer.experts, *rows, geometry).to(torch.float32, copy=True)
 
     def _rows_of(self, layer: MoeLayer, counts: tuple[int, ...]) -> SampleRows:
         """This rank's part of batches of these many tokens."""

@@ -25,7 +25,7 @@ from ..dispatch.paths.table_cache import TableCache, library_versions
 from ..dispatch.probe import Dropped, HostGroup, agree_on_refusals, attempt
 from ..dispatch.tuning import TableRow
 from ..graphs.backend import CaptureBackend
-from .calibrate import calibrate
+from .calibrate import calibrate, num_calibrating
 from .layer_timer import LayerTimer
 from .path_check import PathCheck
 from .rank_config import RankConfig
@@ -91,7 +91,13 @@ class PathChoice:
                 id(layer.experts.module): pair for layer, pair in zip(layers, scales, strict=True)
             }
         self._check = PathCheck(
-            config.layout, self._group, exchange.path, config.quantisation, real_rows, self._maker.device
+            config.layout,
+            self._group,
+            exchange.path,
+            num_calibrating(config.spec),
+            config.quantisation,
+            real_rows,
+            self._maker.device,
         )
         if config.dispatch != "measured":
             paths = self._all_of(names, layers, f"dispatch={config.dispatch!r}")

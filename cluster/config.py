@@ -242,7 +242,7 @@ def _path_problems(config: RankConfig) -> list[str]:
         problems.append(
             f"quantisation={config.quantisation!r} does not run on worker.device='cpu': set quantisation to 'none'"
         )
-    if (config.dispatch == "mega" and config.experts != "cutedsl") or config.quantisation == "nvfp4":
+    if (config.dispatch == "mega" and config.experts != "cutedsl") or config.quantisation != "none":
         problems += _width_problems(config)
     if config.tuning.table is not None and config.dispatch != "measured":
         problems.append(f"tuning.table is for dispatch='measured', and dispatch is {config.dispatch!r}: leave it out")

@@ -220,8 +220,9 @@ def test_what_does_not_go_together_is_refused(settings, message, tiny_moe):
         ("none", 256, 64, None),
         ("none", 384, 64, "hidden size 384 is no multiple of 256"),
         ("none", 256, 96, "intermediate size 96 is no multiple of 64"),
-        ("fp8", 320, 128, None),
-        ("fp8", 320, 64, "intermediate size 64 is no multiple of 128"),
+        ("fp8", 384, 128, None),
+        ("fp8", 320, 128, "hidden size 320 is no multiple of 128"),
+        ("fp8", 256, 64, "intermediate size 64 is no multiple of 128"),
         ("fp8_blockwise", 256, 64, "intermediate size 64 is no multiple of 128"),
     ],
 )
@@ -232,9 +233,10 @@ def test_widths_that_the_mega_kernel_does_not_take_are_refused_before_anything_s
     layers = tuple(
         msgspec.structs.replace(layer, hidden_size=hidden, intermediate_size=intermediate) for layer in spec.moe
     )
-    config = config_of(tiny_moe, dispatch="mega", quantisation=quantisation, worker=GPU, dtype="bfloat16")
-    problems = configuration_problems(resolve_unchecked(config, msgspec.structs.replace(spec, moe=layers)))
-    assert [refused in problem for problem in problems] == ([] if refused is None else [True])
+    for dispatch in ("mega",) if quantisation == "none" else ("mega", "measured"):
+        config = config_of(tiny_moe, dispatch=dispatch, quantisation=quantisation, worker=GPU, dtype="bfloat16")
+        problems = configuration_problems(resolve_unchecked(config, msgspec.structs.replace(spec, moe=layers)))
+        assert [refused in problem for problem in problems] == ([] if refused is None else [True])
 
 
 @pytest.mark.parametrize(

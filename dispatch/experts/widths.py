@@ -2,9 +2,10 @@
 
 from ..limits import QuantisationKind
 
-# Of hidden and intermediate sizes: the second GEMM's tile, TMA rows, and blocks of scales with their layout. With sums
-# promoted as ours are, `fp8` computed other numbers at an intermediate size of 64, which FlashInfer itself would take.
-_MULTIPLES = {"none": (256, 64), "fp8": (64, 128), "fp8_blockwise": (128, 128), "nvfp4": (128, 128)}
+# Of hidden and intermediate sizes: the second GEMM's tile, TMA rows, and blocks of scales with their layout. FlashInfer
+# takes multiples of 64 in `fp8` and says that it never tried those that are none of 128; a pool with an intermediate
+# size of 64 generated other tokens.
+_MULTIPLES = {"none": (256, 64), "fp8": (128, 128), "fp8_blockwise": (128, 128), "nvfp4": (128, 128)}
 
 
 def width_problem(hidden_size: int, intermediate_size: int, quantisation: QuantisationKind) -> str | None:

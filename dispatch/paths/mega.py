@@ -112,4 +112,5 @@ def refuse_experts(experts: torch.nn.Module, name: str, quantisation: Quantisati
     _, hidden_size, intermediate_size = experts.get_parameter("down_proj").shape
     problem = width_problem(hidden_size, intermediate_size, quantisation)
     if problem is not None:
-        raise ConfigError(f"dispatch='mega' cannot run {name}: {problem}; use dispatch='flashinfer' or 'allgather'")
+        other = "dispatch='flashinfer' or 'allgather'" if quantisation == "none" else "quantisation='none'"
+        raise ConfigError(f"dispatch='mega' cannot run {name}: {problem}; use {other}")

@@ -140,7 +140,9 @@ def load_config(path: str | None, overrides: dict[str, Any] | None = None) -> Po
             another type or out of bounds.
     """
     source = f"--config {path}" if path is not None else "configuration"
-    settings = read_mapping(path, source) if path is not None else {}
+    written = read_mapping(path, source) if path is not None else {}
+    # A section whose lines are all commented out is as if it were not there.
+    settings = {key: value for key, value in written.items() if value is not None}
     return decode(_merge(settings, overrides or {}), PoolConfig, source)
 
 
@@ -366,7 +368,7 @@ def _merge(settings: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any
     merged = dict(settings)
     for key, value in overrides.items():
         if isinstance(value, dict):
-            section = merged.get(key) or {}
+            section = merged.get(key, {})
             if not isinstance(section, dict):
                 continue  # refused by its type later
             value = _merge(section, value)

@@ -1,6 +1,7 @@
 """What a user wrote, decoded: refusals name the setting, the value that was seen, and what would do."""
 
 import difflib
+import json
 import re
 from collections.abc import Hashable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ _WORDS = {
     "null": "nothing",
 }
 _LONGEST_VALUE = 60
+_MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
 def decode(settings: dict[str, Any], kind: type[T], source: str) -> T:
@@ -50,14 +52,29 @@ def read_mapping(path: str, source: str) -> dict[str, Any]:
         ConfigError: unreadable, neither of the two, no mapping, or a key that is there twice.
     """
     try:
-        settings = yaml.load(Path(path).read_bytes(), _UniqueKeys)
+        content = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"{source}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    try:
+        settings = _parsed(content)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{source}: neither YAML nor JSON: {' '.join(str(error).split())}") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{source}: holds {type(settings).__name__}, not a mapping of settings")
     return settings
+
+
+def parse_json(text: str | bytes) -> Any:
+    """JSON in which no object has a key twice: which of the two was meant, nobody knows.
+
+    Raises:
+        ConfigError: a key that is there twice.
+        ValueError: not JSON.
+        RecursionError: nested too deeply.
+    """
+    return json.loads(text, object_pairs_hook=_unique)
 
 
 def refuse_unknown_keys(settings: dict[str, Any], kind: Any, source: str, prefix: str = "") -> None:
@@ -73,17 +90,37 @@ def refuse_unknown_keys(settings: dict[str, Any], kind: Any, source: str, prefix
             refuse_unknown_keys(value, section, source, f"{prefix}{key}.")
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ConfigError(f"the key {key!r} is there twice")
+        found[key] = value
+    return found
+
+
+def _parsed(content: bytes) -> Any:
+    """YAML takes most JSON, but no tabs between values, and `1e3` for a text."""
+    try:
+        return parse_json(content)
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError):
+        return yaml.load(content, _UniqueKeys)
+
+
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice: which of the two was meant, nobody knows."""
+    """Refuses a key that a mapping has twice, as `parse_json` does; what `<<` brings along may be there again."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if key_node.tag == _MERGE_TAG:
+                continue
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable) and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is there twice", key_node.start_mark
-                )
+                line = key_node.start_mark.line + 1
+                raise ConfigError(f"the key {key!r} is there twice, the second time in line {line}")
             seen.add(key if isinstance(key, Hashable) else id(key))
         return super().construct_mapping(node, deep)
 

@@ -1,14 +1,13 @@
 """Reading a file of prompts: one JSON object a line, refused whole if any line is wrong."""
 
 import hashlib
-import json
 from pathlib import Path
 
 import msgspec
 
 from ..dispatch.errors import ConfigError
 from ..workers.request import SamplingParams
-from .decoding import decode
+from .decoding import decode, parse_json
 from .tokens import refuse_broken_text
 
 
@@ -44,8 +43,9 @@ def read_prompts(path: str, defaults: SamplingParams) -> list[PromptEntry]:
         defaults: sampling settings of lines that say nothing else.
 
     Raises:
-        ConfigError: the file cannot be read or holds no prompt; or a line is not JSON, has an unknown key, neither or
-            both of `prompt` and `prompt_token_ids`, an empty prompt, a setting out of bounds, or the id of another.
+        ConfigError: the file cannot be read or holds no prompt; or a line is not JSON, has an unknown key or one twice,
+            neither or both of `prompt` and `prompt_token_ids`, an empty prompt, a setting out of bounds, or the id of
+            another.
     """
     try:
         # Lines end at line feeds alone: JSON allows other line separators inside its strings.
@@ -71,7 +71,9 @@ def read_prompts(path: str, defaults: SamplingParams) -> list[PromptEntry]:
 
 def _parse(where: str, number: int, text: str, defaults: SamplingParams) -> PromptEntry:
     try:
-        fields = json.loads(text)
+        fields = parse_json(text)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not JSON: {error}") from error
     if not isinstance(fields, dict):

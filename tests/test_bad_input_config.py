@@ -10,7 +10,8 @@ import torch
 from click.testing import CliRunner
 from expert_pool.cluster import ConfigError, ExpertPool, PoolConfig, WorkerConfig
 from expert_pool.cluster.cli import main
-from expert_pool.cluster.config import checked
+from expert_pool.cluster.config import checked, load_config
+from expert_pool.cluster.recovery import RecoveryConfig
 
 
 @pytest.fixture
@@ -57,7 +58,9 @@ def said_of_config(refused, prompts_file, random_models, tmp_path):
             "limits.cuda_graph_bs[1]='x': set limits.cuda_graph_bs[1] to an integer",
         ),
         ("model: MODEL\nworker: {environment: {A: 5}}", "set every value of worker.environment to a text"),
-        ("model: MODEL\nranks: 2\nranks: 4", "--config FILE: neither YAML nor JSON: the key 'ranks' is there twice"),
+        ("model: MODEL\nranks: 2\nranks: 4", "FILE: the key 'ranks' is there twice, the second time in line 3"),
+        ('{"model": "MODEL", "ranks": 2, "ranks": 4}', "--config FILE: the key 'ranks' is there twice"),
+        ("model: MODEL\nlimits: []", "--config FILE: limits=[]: set limits to a mapping"),
         ("ranks: 2", "--config FILE: model is missing: set it"),
         ("- model", "--config FILE: holds list, not a mapping of settings"),
         ("model: [", "--config FILE: neither YAML nor JSON"),
@@ -175,6 +178,21 @@ def test_a_configuration_written_in_python_is_held_to_its_types(settings, compla
     with pytest.raises(ConfigError, match=complaint):
         ExpertPool.launch(PoolConfig(model=tiny_moe, address="local", **settings))
     assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{\n\t"model": "\\ud83d\\ude00",\n\t"ranks": 2,\n\t"recovery": {"window_s": 1e2}\n}',
+        'model: "\\U0001F600"\n<<: &b {ranks: 3}\nranks: 2\nrecovery:\n  <<: {window_s: 5}\n  window_s: 100\nlimits:\n',
+    ],
+    ids=["JSON with tabs, pairs of escapes and exponents", "YAML that merges, with an empty section"],
+)
+def test_a_configuration_is_read_as_json_and_yaml_mean_it(text, tmp_path):
+    file = tmp_path / "pool"
+    file.write_text(text)
+    wanted = PoolConfig(model="\U0001f600", ranks=2, recovery=RecoveryConfig(window_s=100.0))
+    assert load_config(str(file)) == wanted
 
 
 def test_a_model_may_be_a_path_in_python(tiny_moe):

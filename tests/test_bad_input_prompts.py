@@ -43,6 +43,7 @@ def test_any_text_that_json_allows_is_read_as_it_is(prompts_file, tmp_path):
         ('["x"]', "line 2: a list, not a JSON object"),
         ("{}", "line 2: give either prompt or prompt_token_ids"),
         ({"prompt": "x", "prompt_token_ids": [1]}, "line 2: give either prompt or prompt_token_ids"),
+        ('{"prompt": "x", "prompt": "y"}', "line 2: the key 'prompt' is there twice"),
         ({"prompt": ""}, "line 2: the prompt is empty"),
         ({"prompt_token_ids": []}, "line 2: the prompt is empty"),
         ({"prompt": 5}, "line 2: prompt=5: set prompt to a text or nothing"),

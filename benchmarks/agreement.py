@@ -80,7 +80,7 @@ def run_rank(config: RankConfig, rank: int, port: int, iterations: int) -> tuple
         all_gather_tensors(received, sent, group=bare_group)
 
     def agree(step: int) -> None:
-        agreement.agree(Proposal(state.digest(), step, BatchKind.DECODE, 7 + rank, 7 + rank, 0, 1, 0, 0), state)
+        agreement.agree(Proposal(state.digest(), step, BatchKind.DECODE, 7 + rank, 7 + rank, 0, 0, 1, 0, 0), state)
 
     seconds: dict[Any, list[float]] = {bare: [], agree: []}
     for step, call in itertools.product(range(WARM_UP + iterations), (bare, agree)):

@@ -1,6 +1,8 @@
 """The plan of a step: a function of what all ranks proposed, so that all ranks have the same; and what it refuses."""
 
 import dataclasses
+import itertools
+import re
 from functools import partial
 from typing import Any
 
@@ -37,7 +39,7 @@ IDLE, PREFILL, DECODE = BatchKind.IDLE, BatchKind.PREFILL, BatchKind.DECODE
 
 def proposal(kind: BatchKind = IDLE, num_tokens: int = 0, **others: int) -> Proposal:
     fields = {"state_digest": 1, "step": 5, "num_due": num_tokens, "intake_bytes": 0, "wake_epoch": 3, "leave": 0}
-    fields["in_flight"] = 0
+    fields |= {"batch_digest": 4, "in_flight": 0}
     return Proposal(kind=kind, num_tokens=num_tokens, **{**fields, **others})
 
 
@@ -125,7 +127,7 @@ def test_ranks_at_different_steps_are_refused_by_name_and_value():
         derive_plan([proposal(), proposal(), proposal(step=6)], Layout(3), CAPACITY, GRAPHS)
 
 
-@pytest.mark.parametrize("name", ["kind", "num_tokens", "num_due"])
+@pytest.mark.parametrize("name", ["kind", "num_tokens", "num_due", "batch_digest"])
 def test_ranks_that_share_a_batch_and_scheduled_another_are_refused(name):
     alike = proposal(DECODE, 2)
     other = alike._replace(**{name: getattr(alike, name) - 1})
@@ -251,3 +253,28 @@ def test_ranks_that_run_hold_equal_plans_at_every_step(random_models):
     by_rank = run_on_ranks(PoolConfig(model=random_models["qwen3_moe"], ranks=2), plans_of_a_generation)
     assert len(by_rank[0]) > 6
     assert by_rank[0] == by_rank[1]
+
+
+def what_a_rank_says_that_dropped_another_request(engine: Any) -> str:
+    """Each rank ends one of three requests, as if it had found a stop text in it, and not the same one."""
+    scheduler, schedule, calls = engine._loop._scheduler, engine._loop._scheduler.schedule, itertools.count()
+
+    def drop_one_and_schedule() -> Any:
+        if next(calls) == 4:
+            scheduler.abort(1 + engine.rank)
+        return schedule()
+
+    scheduler.schedule = drop_one_and_schedule
+    try:
+        run_script(engine, [{0: [[3, 4, 5], [6, 7, 8], [9, 10, 11]]}], 16)
+    except GeometryError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_run_other_requests_of_one_batch_are_refused_where_all_counts_are_equal(random_models):
+    """Each would compute experts for rows of its own, and hand them to the other as rows of the other's requests."""
+    config = PoolConfig(model=random_models["qwen3_moe"], ranks=2, attn_tp_size=2)
+    by_rank = run_on_ranks(config, what_a_rank_says_that_dropped_another_request)
+    assert by_rank[0] == by_rank[1]
+    assert re.search(r"ranks disagree before a step: batch_digest differs \(rank 0: -?\d+, rank 1: -?\d+\)", by_rank[0])

@@ -113,6 +113,7 @@ class Proposal(NamedTuple):
         kind: a `BatchKind`.
         num_tokens: tokens of its scheduled batch, 0 when idle.
         num_due: sequences of its batch whose next token is due; ranks that share a batch send each other these tokens.
+        batch_digest: of which tokens of which requests are in it, where it is shared; 0 elsewhere.
         intake_bytes: encoded requests that this rank, a leader, has for those that share its batch.
         wake_epoch: the last wake-up call of the driver that this rank has seen.
         leave: 1 when this rank was told to leave the loop.
@@ -124,6 +125,7 @@ class Proposal(NamedTuple):
     kind: int
     num_tokens: int
     num_due: int
+    batch_digest: int
     intake_bytes: int
     wake_epoch: int
     leave: int
@@ -205,7 +207,7 @@ def derive_plan(proposals: list[Proposal], layout: Layout, capacity: int, graphs
     _require_equal("step", proposals, range(layout.world_size))
     if layout.attn_tp_size > 1:
         for dp_rank in range(layout.dp_size):
-            for name in ("kind", "num_tokens", "num_due"):
+            for name in ("kind", "num_tokens", "num_due", "batch_digest"):
                 _require_equal(name, proposals, layout.ranks_of(dp_rank))
     leaders = proposals[:: layout.attn_tp_size]
     kinds = tuple([_BATCH_KINDS[leader.kind] for leader in leaders])

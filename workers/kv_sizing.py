@@ -187,6 +187,7 @@ def run_largest_step(config: RankConfig, target: TargetModel, agreement: Agreeme
             kind=BatchKind.PREFILL,
             num_tokens=inputs.input_ids.numel(),
             num_due=inputs.due_rows.numel(),
+            batch_digest=0,
             intake_bytes=0,
             wake_epoch=0,
             leave=0,

@@ -65,6 +65,12 @@ class ScheduledBatch:
         """Sequences whose next token this batch yields."""
         return sum(piece.reaches_end for piece in self.slices)
 
+    @property
+    def digest(self) -> int:
+        """One signed 64-bit number for which tokens of which requests these are, in order; the same in every process,
+        as Python's hash of integers is."""
+        return hash(tuple([(p.sequence.request.key, p.sequence.num_computed, p.num_tokens) for p in self.slices]))
+
 
 class Scheduler:
     """Requests of one DP rank.

@@ -121,6 +121,7 @@ class StepLoop:
                     kind=batch.kind,
                     num_tokens=batch.num_tokens,
                     num_due=batch.num_due,
+                    batch_digest=0 if self._sharing_group is None else batch.digest,
                     intake_bytes=len(encoded),
                     wake_epoch=wake_epoch,
                     leave=int(leave),

@@ -5,19 +5,31 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..dispatch.errors import CheckpointError, ConfigError
-from ..workers.model_spec import ModelSpec
+from ..workers.model_spec import ModelSpec, digest_of_tokenizer
 
 
 def load_tokenizer(spec: ModelSpec) -> Any:
-    """The folder's tokenizer; `None` where it carries none."""
+    """The folder's tokenizer; `None` where it carries none.
+
+    Raises:
+        CheckpointError: it cannot be read here, or is another one than where the pool was launched.
+    """
     if not spec.has_tokenizer:
         return None
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(spec.path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(spec.path, local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare exceptions
         raise CheckpointError(f"model={spec.path!r}: its tokenizer cannot be read: {error}") from error
+    here = digest_of_tokenizer(spec.path)
+    if spec.tokenizer_digest and here != spec.tokenizer_digest:
+        raise CheckpointError(
+            f"model={spec.path!r}: its tokenizer differs (here {here}, where the pool was launched "
+            f"{spec.tokenizer_digest}), and its tokens would mean others: have one model folder on all nodes, or send "
+            "token ids"
+        )
+    return tokenizer
 
 
 def tokenize(prompts: Sequence[str | Sequence[int]], tokenizer: Any) -> list[tuple[int, ...]]:

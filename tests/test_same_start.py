@@ -19,7 +19,8 @@ import torch.distributed as dist
 from conftest import REPOSITORY
 from expert_pool.cluster import PoolConfig
 from expert_pool.cluster.config import resolve
-from expert_pool.dispatch.errors import GeometryError
+from expert_pool.cluster.tokens import load_tokenizer
+from expert_pool.dispatch.errors import CheckpointError, GeometryError, RankError
 from expert_pool.workers.inspection import inspect_model
 from expert_pool.workers.model_spec import ModelSpec
 from expert_pool.workers.same_start import code_digest, facts_of, require_same_start
@@ -116,7 +117,7 @@ def said_to_ranks(specs: list[ModelSpec]) -> list[str]:
     def start(rank: int) -> str:
         own = store if rank == 0 else dist.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=20))
         try:
-            require_same_start(own, rank, len(specs), facts_of(specs[rank], reads_weights=True))
+            require_same_start(own, rank, len(specs), facts_of(specs[rank], reads_weights=True), 20.0)
         except GeometryError as error:
             return str(error)
         return ""
@@ -148,6 +149,15 @@ def without_weights(folder: Path) -> None:
     min(folder.glob("*.safetensors")).unlink()
 
 
+def with_another_tokenizer(folder: Path) -> None:
+    """Two of its tokens change places: a stop text is then found in other completions, and ends them there alone."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second = list(vocab)[300:302]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -166,6 +176,22 @@ def test_a_rank_with_another_model_under_its_path_is_found_by_every_rank(change,
     for error in told:
         assert re.search(r"ranks disagree before a step: .*" + said, error), error
         assert error.endswith("have one model folder on all nodes")
+
+
+def test_a_rank_with_another_tokenizer_is_found_by_every_rank_and_so_is_a_caller(tiny_moe, tmp_path):
+    spec = changed_copy(tiny_moe, tmp_path / "other", with_another_tokenizer)
+    said = r"the tokenizer of model='.*' differs \((\w+): rank 0 on [^;]*, where the pool was launched; \w+: rank 1 on "
+    for error in said_to_ranks([inspect_model(tiny_moe), spec]):
+        assert re.search(said, error), error
+    assert load_tokenizer(inspect_model(tiny_moe)) is not None
+    with pytest.raises(CheckpointError, match=r"its tokenizer differs \(here \w+, where the pool was launched \w+\)"):
+        load_tokenizer(spec)
+
+
+def test_a_rank_that_does_not_come_is_named(tiny_moe):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    with pytest.raises(RankError, match=r"ranks \[1, 2\] did not say what they start from within placement\.start_ti"):
+        require_same_start(store, 0, 3, facts_of(inspect_model(tiny_moe), reads_weights=False), timeout_s=0.5)
 
 
 def test_a_copy_of_the_model_on_another_node_is_the_same(random_models, tmp_path):

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoTokenizer, PreTrainedModel
 
 from ..dispatch.collectives import Collectives, GroupName
-from ..dispatch.errors import RankError
 from ..dispatch.expert_load import ExpertLoad
 from ..dispatch.moe import MoeExchange
 from ..dispatch.probe import HostGroup
@@ -39,6 +38,7 @@ from .inspection import quiet_transformers
 from .kv_cache import BlockAllocator, KvCache
 from .kv_sizing import agree_on_blocks, graph_reserve, read_memory, run_largest_step
 from .mailbox import Inbox, Outbox
+from .meeting import meet
 from .model import TargetModel
 from .path_choice import PathChoice
 from .paths import loading_path, path_maker
@@ -84,6 +84,7 @@ class RankEngine:
 
         Raises:
             GeometryError: on every rank, when some of them run other code, or read another model under the same path.
+            RankError: others did not come in time.
         """
         layout, on_gpu = self.config.layout, self._device.type == "cuda"
         if on_gpu:
@@ -91,7 +92,7 @@ class RankEngine:
         if self._store is None:
             self._store = dist.TCPStore(host, port, is_master=False, timeout=self._timeout)
         facts = facts_of(self.config.spec, reads_weights=self.config.weights != "random")
-        require_same_start(self._store, self.rank, layout.world_size, facts)
+        require_same_start(self._store, self.rank, layout.world_size, facts, self.config.start_timeout_s)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             store=self._store,
@@ -130,7 +131,8 @@ class RankEngine:
         peak_before, started = _peak_memory(), time.perf_counter()
         model = self._weights(exchange)
         load_seconds, peak_after = time.perf_counter() - started, _peak_memory()
-        self._wait_until_all_have_read()
+        assert self._store is not None, "join comes before load"
+        meet(self._store, "read their weights", self.rank, layout.world_size, self.config.start_timeout_s)
         own_experts = expert_bytes(model)
         dense_bytes = sum(parameter.nbytes for parameter in model.parameters()) - own_experts
         hosts = HostGroup(self._host_group, self.rank)
@@ -169,24 +171,6 @@ class RankEngine:
             fuse_norms(model, dtype)
             fuse_layers(model, dtype)
         return model
-
-    def _wait_until_all_have_read(self) -> None:
-        """Nodes read at their own pace, one perhaps from cold storage: that is no rank which does not take part.
-
-        Raises:
-            RankError: names the ranks that did not finish within `placement.start_timeout_s`.
-        """
-        assert self._store is not None, "join comes before load"
-        keys = [f"read/{rank}" for rank in range(self.config.layout.world_size)]
-        self._store.set(keys[self.rank], "")
-        try:
-            self._store.wait(keys, timedelta(seconds=self.config.start_timeout_s))
-        except dist.DistStoreError as error:
-            late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            raise RankError(
-                f"ranks {late} did not read their weights within placement.start_timeout_s="
-                f"{self.config.start_timeout_s:g}"
-            ) from error
 
     def _settle_blocks(
         self, model: PreTrainedModel, exchange: MoeExchange, agreement: Agreement, facts: Callable[[], FrozenFacts]

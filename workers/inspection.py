@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from ..dispatch.errors import CheckpointError
 from .attention import ATTENTION_NAME, register_attention
 from .model_probe import ModelProbe, refuse_other_state
-from .model_spec import ModelSpec, digest_of_config
+from .model_spec import ModelSpec, digest_of_config, digest_of_tokenizer
 
 _PACKABLE_ROPE = ("default", "linear", "yarn", "llama3", "proportional")
 _EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -137,6 +137,7 @@ def inspect_model(path: str, dtype: str | None = None) -> ModelSpec:
         expert_bytes=expert_bytes,
         has_tokenizer=(Path(path) / "tokenizer_config.json").is_file() or (Path(path) / "tokenizer.json").is_file(),
         config_digest=digest_of_config(path),
+        tokenizer_digest=digest_of_tokenizer(path),
     )
 
 

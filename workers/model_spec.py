@@ -7,6 +7,8 @@ import msgspec
 
 from ..dispatch.errors import ConfigError
 
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*tokens*.json", "*.model", "*.tiktoken")
+
 
 class AttentionShape(msgspec.Struct, frozen=True):
     """How one layer attends, and what its KV cache stores for a token.
@@ -74,6 +76,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         expert_bytes: weights that are divided over the ranks.
         has_tokenizer: whether the folder carries one.
         config_digest: of `config.json`, where the model was looked at; empty where it was not.
+        tokenizer_digest: likewise, of the files that a tokenizer is read from.
     """
 
     path: str
@@ -90,6 +93,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     expert_bytes: int
     has_tokenizer: bool
     config_digest: str = ""
+    tokenizer_digest: str = ""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -112,3 +116,18 @@ def digest_of_config(path: str) -> str:
         return hashlib.sha256((Path(path) / "config.json").read_bytes()).hexdigest()[:16]
     except OSError as error:
         return f"unreadable ({error.strerror})"
+
+
+def digest_of_tokenizer(path: str) -> str:
+    """One name for the files of a model folder's tokenizer; the reason where one cannot be read.
+
+    Whoever tokenises, looks for stop texts or decodes has to do so alike, and most of these files may be missing.
+    """
+    digest, folder = hashlib.sha256(), Path(path)
+    try:
+        for file in sorted({file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()}):
+            content = file.read_bytes()
+            digest.update(f"{file.name} {len(content)}\n".encode() + content)
+    except OSError as error:
+        return f"unreadable ({error.strerror})"
+    return digest.hexdigest()[:16]

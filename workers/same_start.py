@@ -20,13 +20,15 @@ import msgspec
 import torch.distributed as dist
 
 from ..dispatch.errors import CheckpointError, GeometryError
+from ..dispatch.libraries import versions_of
 from .checkpoint import weight_files
-from .model_spec import ModelSpec, digest_of_config
+from .meeting import meet
+from .model_spec import ModelSpec, digest_of_config, digest_of_tokenizer
 
 _PACKAGE = __package__.rpartition(".")[0]
 _RANK_SIDE = ("dispatch", "graphs", "workers")
 _DISTRIBUTION = "expert-pool"
-_LIBRARIES = ("torch", "transformers", "flashinfer-python", "quack-kernels")
+_LIBRARIES = ("torch", "transformers", "tokenizers", "flashinfer-python", "quack-kernels")
 _STAY = timedelta(seconds=5)
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
@@ -62,29 +64,35 @@ def facts_of(spec: ModelSpec, reads_weights: bool) -> tuple[Fact, ...]:
     same_folder = "have one model folder on all nodes"
     facts = [
         Fact("their code", code_digest(), f"install the same {_DISTRIBUTION} on all nodes"),
-        Fact("libraries that they import", _library_versions(), "install the same versions on all nodes"),
+        Fact("libraries that they import", versions_of(_LIBRARIES), "install the same versions on all nodes"),
         Fact(f"config.json of model={spec.path!r}", digest_of_config(spec.path), same_folder, spec.config_digest),
     ]
+    if spec.has_tokenizer:
+        tokenizer = f"the tokenizer of model={spec.path!r}"
+        facts.append(Fact(tokenizer, digest_of_tokenizer(spec.path), same_folder, spec.tokenizer_digest))
     if reads_weights:
         facts.append(Fact(f"what weight files hold of model={spec.path!r}", digest_of_weights(spec.path), same_folder))
     return tuple(facts)
 
 
-def require_same_start(store: dist.Store, rank: int, world_size: int, facts: Sequence[Fact]) -> None:
+def require_same_start(store: dist.Store, rank: int, world_size: int, facts: Sequence[Fact], timeout_s: float) -> None:
     """Show this rank's facts to the others and compare; every rank calls it, and all pass or all raise.
 
     Args:
-        store: of the rendezvous; its timeout bounds the wait for the slowest rank.
+        store: of the rendezvous.
         rank: this rank.
         world_size: how many there are.
         facts: in the same order on every rank that runs the same code.
+        timeout_s: for the slowest rank, whose storage may be cold; `placement.start_timeout_s`.
 
     Raises:
+        RankError: names the ranks that did not show theirs in time.
         GeometryError: on every rank alike; names each value of the first fact that differs, with its ranks and nodes.
     """
     own = _Shown(socket.gethostname(), tuple(fact.value for fact in facts))
-    store.set(f"start/{rank}", msgspec.json.encode(own).decode())
-    shown = [msgspec.json.decode(store.get(f"start/{other}"), type=_Shown) for other in range(world_size)]
+    encoded = msgspec.json.encode(own).decode()
+    told = meet(store, "start", rank, world_size, timeout_s, encoded, "say what they start from")
+    shown = [msgspec.json.decode(one, type=_Shown) for one in told]
     for index, fact in enumerate(facts):
         holders: dict[str, list[str]] = {}
         for other, one in enumerate(shown):
@@ -133,14 +141,6 @@ def digest_of_weights(path: str) -> str:
     except (CheckpointError, OSError) as error:
         return f"unreadable ({error})"
     return digest.hexdigest()[:16]
-
-
-def _library_versions() -> str:
-    found = []
-    for name in _LIBRARIES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name)}")
-    return ", ".join(found)
 
 
 def _stay_until_all_have_read(store: dist.Store, rank: int, world_size: int) -> None:

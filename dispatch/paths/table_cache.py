@@ -1,12 +1,12 @@
 """Tables kept in a file between starts: rank 0 reads and writes it, and the others get what rank 0 found."""
 
 import os
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
 
 from ..errors import ConfigError
+from ..libraries import versions_of
 from ..probe import HostGroup
 from ..tuning import TableRow
 
@@ -85,10 +85,4 @@ class TableCache:
 
 def library_versions() -> str:
     """What computes paths, with versions; those that are not installed are left out."""
-    found = []
-    for library in _LIBRARIES:
-        try:
-            found.append(f"{library} {version(library)}")
-        except PackageNotFoundError:
-            continue
-    return ", ".join(found)
+    return versions_of(_LIBRARIES)

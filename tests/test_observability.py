@@ -232,6 +232,22 @@ def test_a_trace_has_every_step_of_every_rank_on_one_clock(pool, tmp_path, tiny_
         assert all(before[1] <= after[0] + 1e-3 for before, after in itertools.pairwise(spans))
 
 
+def test_a_rank_gives_signs_of_life_while_it_hands_out_a_trace(pool):
+    """A million steps take seconds to hand out, and a rank that is silent for as long is ended as frozen."""
+    actor = get_answer(pool._driver.__ray_call__.remote(lambda driver: driver._gang.actors))[0]
+
+    def be_slow(rank: Any) -> None:
+        engine = rank._engine
+        engine.trace = lambda: (time.sleep(5), delattr(engine, "trace"), engine.trace())[-1]
+
+    ray.get(actor.__ray_call__.remote(be_slow))
+    handed_out = actor.trace.remote()
+    for _ in range(3):
+        ray.get(actor.clock.remote(), timeout=2)
+    assert not ray.wait([handed_out], timeout=0)[0]
+    assert ray.get(handed_out).events
+
+
 def test_a_rank_remembers_the_last_steps_and_their_late_stages():
     trace = StepTrace(num_steps=3)
     for step in range(5):

@@ -46,10 +46,13 @@ def end_with_parent() -> None:
 
 
 @ray.remote(
-    concurrency_groups={"loop": 1, "deliveries": 1, "reports": 1, "observers": 1}, max_restarts=0, max_task_retries=0
+    concurrency_groups={"loop": 1, "deliveries": 1, "reports": 1, "observers": 1, "pulse": 1},
+    max_restarts=0,
+    max_task_retries=0,
 )
 class Rank:
-    """One rank as a Ray actor, with one thread each for the loop, deliveries in order, reports, and observers.
+    """One rank as a Ray actor, with one thread each for the loop, deliveries in order, reports, observers, and signs
+    of life, which must not wait for a long trace to be handed out.
 
     `run` occupies its thread for the life of the pool: its result is the rank's fate, so whoever waits for it learns
     of a failure at once.
@@ -128,9 +131,9 @@ class Rank:
     def next_output(self) -> RankOutput:
         return self._engine.outbox.next()
 
-    @ray.method(concurrency_group="observers")
+    @ray.method(concurrency_group="pulse")
     def clock(self) -> float:
-        """The clock of `trace`, in seconds."""
+        """The clock of `trace`, in seconds; that it answers is the rank's sign of life."""
         return time.perf_counter()
 
     @ray.method(concurrency_group="observers")

@@ -108,7 +108,7 @@ def _joined(address: str | None, report: Callable[[str], None]) -> bool:
     """Join the cluster at this address, or at `RAY_ADDRESS`, or one that is found; returns whether there is any.
 
     Raises:
-        ConfigError: an address is given and no cluster answers there.
+        ConfigError: an address is given and no cluster answers there, or one runs another version of Ray or Python.
     """
     given = address or os.environ.get("RAY_ADDRESS") or "auto"
     setting = f"address={given!r}" if address else f"RAY_ADDRESS={given!r} in the environment"
@@ -125,6 +125,10 @@ def _joined(address: str | None, report: Callable[[str], None]) -> bool:
                 "answers those that have it and set RAY_AUTH_MODE=token"
             ) from error
         return False
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{setting}: the Ray cluster there cannot be joined: {' '.join(str(error).split())}"
+        ) from error
     report(f"connected to the Ray cluster at {ray.get_runtime_context().gcs_address}")
     return True
 

@@ -62,3 +62,17 @@ def test_a_program_keeps_its_handler_of_sigterm_where_an_address_is_refused(monk
         assert signal.getsignal(signal.SIGTERM) is own_handler
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("address", [None, "127.0.0.1"])
+def test_a_cluster_of_another_version_is_refused_and_no_other_is_started_instead(address, monkeypatch):
+    """The message is Ray's, of `check_version_info`."""
+
+    def init_elsewhere(**arguments: object) -> None:
+        assert arguments["address"] != "local"
+        raise RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 2.1.0\n    Python: 3.11.4\n")
+
+    monkeypatch.setattr(ray, "init", init_elsewhere)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match=r"cannot be joined: Version mismatch: .* Ray: 2\.1\.0 Python: 3\.11\.4$"):
+        connect_ray(PoolConfig(model="folder", address=address), SAID.append)

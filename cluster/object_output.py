@@ -111,7 +111,7 @@ class PartsWriter:
             self._folder.invalidate_cache()
             if self._folder.isfile(self._path):
                 raise ConfigError(f"--output {self._url}: is one object, and the parts of an output need a folder")
-            for part in sorted(self._folder.glob(f"{self._path}/*.jsonl")):
+            for part in self._parts_there():
                 with self._folder.open(part, "rb") as file:
                     finished |= finished_in(file, f"{self._url}, {part.rpartition('/')[2]}")[0]
         except (ConfigError, KeyboardInterrupt):
@@ -119,6 +119,14 @@ class PartsWriter:
         except Exception as error:
             raise ConfigError(f"--output {self._url}: cannot be read: {_told(error)}") from error
         return finished
+
+    def _parts_there(self) -> list[str]:
+        """Listed, and not matched to a pattern, as which a folder's own name might be read."""
+        try:
+            there = self._folder.ls(self._path, detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted(part for part in there if part.endswith(".jsonl"))
 
     def _probe(self) -> None:
         """Find out before anything starts whether parts can be written."""

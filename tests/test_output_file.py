@@ -198,6 +198,15 @@ def test_an_url_gets_parts_that_are_never_touched_again_and_a_path_one_file(stor
     assert ids(tmp_path / "local.jsonl") == [f"file://{tmp_path}/local.jsonl", f"{tmp_path}/local.jsonl"]
 
 
+def test_a_folder_of_any_name_is_continued(store):
+    """Of one that reads as a pattern no part would be found, and all requests would run again."""
+    for name in ("run[1]", "what?", "all*"):
+        with PartsWriter(f"{store[1]}/{name}") as writer:
+            writer.write(line("a"))
+        with PartsWriter(f"{store[1]}/{name}") as writer:
+            assert writer.finished_ids == {"a"}
+
+
 def test_finished_requests_reach_the_store_by_themselves_after_a_while_or_once_they_fill_a_part(store, monkeypatch):
     _, url = store
 

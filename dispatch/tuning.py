@@ -13,8 +13,8 @@ class TableRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         rows: steps of up to so many rows a rank (`runtime_max_tokens_per_rank`) take this path, down to the row above.
-        path: `allgather+torch`, `flashinfer+cutedsl`, ..., or `mega@CAPACITY`; see `path_table.PathName`.
-        shape: of the MoE layers it is for (`path_table.shape_of`); empty: all.
+        path: `allgather+torch`, `flashinfer+cutedsl`, ..., or `mega@CAPACITY`; see `paths.table.PathName`.
+        shape: of the MoE layers it is for (`paths.table.shape_of`); empty: all.
         microseconds: what one layer took when it was measured, on the slowest rank; says nothing where it was not.
     """
 

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..dispatch.errors import ExpertPoolError, RankError
 from ..graphs.plan import CaptureEntry
+from ..workers.code_digest import code_digest
 from ..workers.mailbox import Intake
 from ..workers.rank import Rank, RankPlace
 from ..workers.rank_config import RankConfig
@@ -62,6 +63,7 @@ class Gang:
         self._bundle = bundle
         self._start_timeout_s = start_timeout_s
         self._environment = environment
+        self._code = code_digest()
         self._fates: dict[int, asyncio.Task[BaseException | None]] = {}
         self._pulse = Pulse()
         self._wake_epoch = 0
@@ -94,7 +96,7 @@ class Gang:
             raise RankError(
                 f"rank 0 did not open the rendezvous within placement.start_timeout_s={self._start_timeout_s:g}"
             ) from None
-        await self.call("join", host, port, collective=True)
+        await self.call("join", host, port, self._code, collective=True)
 
     async def prepare_kernels(self) -> AsyncIterator[str]:
         """On GPUs: compile what nodes lack; see `cluster.kernels`. Yields a line every few seconds.

@@ -21,9 +21,10 @@ from expert_pool.cluster import PoolConfig
 from expert_pool.cluster.config import resolve
 from expert_pool.cluster.tokens import load_tokenizer
 from expert_pool.dispatch.errors import CheckpointError, GeometryError, RankError
+from expert_pool.workers.code_digest import code_digest
 from expert_pool.workers.inspection import inspect_model
 from expert_pool.workers.model_spec import ModelSpec
-from expert_pool.workers.same_start import code_digest, facts_of, require_same_start
+from expert_pool.workers.same_start import facts_of, require_same_start
 from safetensors.torch import load_file, save_file
 
 FOLDERS = ("cluster", "dispatch", "graphs", "workers")
@@ -44,7 +45,7 @@ else:
 port = int(sys.stdin.readline())
 engine.join("127.0.0.1", port)
 """
-PRINT_DIGEST = "from expert_pool.workers.same_start import code_digest; print(code_digest())"
+PRINT_DIGEST = "from expert_pool.workers.code_digest import code_digest; print(code_digest())"
 
 
 def copy_of_the_package(folder: Path) -> Path:
@@ -110,14 +111,14 @@ def test_a_rank_with_other_code_is_found_by_every_rank_before_a_process_group(ra
         assert re.findall(r"rank (\d)", found[4]) == [str(ranks - 1)]
 
 
-def said_to_ranks(specs: list[ModelSpec]) -> list[str]:
+def said_to_ranks(specs: list[ModelSpec], drivers_code: str = "") -> list[str]:
     """What each rank is told as all show each other what they start from, over a real store; empty: nothing differs."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
 
     def start(rank: int) -> str:
         own = store if rank == 0 else dist.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=20))
         try:
-            require_same_start(own, rank, len(specs), facts_of(specs[rank], reads_weights=True), 20.0)
+            require_same_start(own, rank, len(specs), facts_of(specs[rank], True, drivers_code), 20.0)
         except GeometryError as error:
             return str(error)
         return ""
@@ -211,6 +212,16 @@ def digest_of(folder: Path) -> str:
     return subprocess.run(
         command, env=environment_of(folder), capture_output=True, text=True, check=True
     ).stdout.strip()
+
+
+def test_a_driver_that_goes_on_while_another_version_is_installed_starts_no_ranks_of_it(tiny_moe):
+    """What it sends is taken apart by position: fields of another version would be read as others."""
+    specs = [inspect_model(tiny_moe)] * 2
+    assert said_to_ranks(specs, code_digest()) == ["", ""]
+    for error in said_to_ranks(specs, "0123456789abcdef"):
+        own = rf"their code differs \({code_digest()}: rank 0 on [^;]*, rank 1 on [^;]*; "
+        assert re.search(own + "0123456789abcdef: where the pool was launched", error), error
+        assert error.endswith("install the same expert-pool on all nodes, and launch the pool anew")
 
 
 def test_equal_sources_have_one_digest_wherever_they_lie_and_compiled_ones_the_version(tmp_path):

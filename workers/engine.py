@@ -79,8 +79,13 @@ class RankEngine:
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
         return self._store.port
 
-    def join(self, host: str, port: int) -> None:
+    def join(self, host: str, port: int, drivers_code: str = "") -> None:
         """Form the process groups over the rendezvous that rank 0 opened; collective over all ranks.
+
+        Args:
+            host: of the rendezvous.
+            port: of the rendezvous.
+            drivers_code: see `facts_of`.
 
         Raises:
             GeometryError: on every rank, when some of them run other code, or read another model under the same path.
@@ -91,7 +96,7 @@ class RankEngine:
             torch.cuda.set_device(self._device)
         if self._store is None:
             self._store = dist.TCPStore(host, port, is_master=False, timeout=self._timeout)
-        facts = facts_of(self.config.spec, reads_weights=self.config.weights != "random")
+        facts = facts_of(self.config.spec, self.config.weights != "random", drivers_code)
         require_same_start(self._store, self.rank, layout.world_size, facts, self.config.start_timeout_s)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",

@@ -98,8 +98,8 @@ class Rank:
 
         build_kernels(self._config)
 
-    def join(self, host: str, port: int) -> None:
-        self._engine.join(host, port)
+    def join(self, host: str, port: int, drivers_code: str) -> None:
+        self._engine.join(host, port, drivers_code)
 
     def load(self) -> LoadReport:
         return self._engine.load()

@@ -7,14 +7,11 @@ loads, and would leave the others waiting in it.
 """
 
 import hashlib
-import importlib.metadata
-import importlib.resources
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from importlib.resources.abc import Traversable
 
 import msgspec
 import torch.distributed as dist
@@ -22,12 +19,10 @@ import torch.distributed as dist
 from ..dispatch.errors import CheckpointError, GeometryError
 from ..dispatch.libraries import versions_of
 from .checkpoint import weight_files
+from .code_digest import DISTRIBUTION, code_digest
 from .meeting import meet
 from .model_spec import ModelSpec, digest_of_config, digest_of_tokenizer
 
-_PACKAGE = __package__.rpartition(".")[0]
-_RANK_SIDE = ("dispatch", "graphs", "workers")
-_DISTRIBUTION = "expert-pool"
 _LIBRARIES = ("torch", "transformers", "tokenizers", "flashinfer-python", "quack-kernels")
 _STAY = timedelta(seconds=5)
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
@@ -54,16 +49,18 @@ class _Shown(msgspec.Struct, frozen=True):
     values: tuple[str, ...]
 
 
-def facts_of(spec: ModelSpec, reads_weights: bool) -> tuple[Fact, ...]:
+def facts_of(spec: ModelSpec, reads_weights: bool, drivers_code: str = "") -> tuple[Fact, ...]:
     """What this rank brings; the same number of facts on every rank.
 
     Args:
         spec: of the model, as it was found where the pool was launched; equal on every rank.
         reads_weights: whether ranks read the folder's weights; equal on every rank.
+        drivers_code: `code_digest` of the driver, equal on every rank; empty where there is none.
     """
+    same_code = f"install the same {DISTRIBUTION} on all nodes, and launch the pool anew"
     same_folder = "have one model folder on all nodes"
     facts = [
-        Fact("their code", code_digest(), f"install the same {_DISTRIBUTION} on all nodes"),
+        Fact("their code", code_digest(), same_code, drivers_code),
         Fact("libraries that they import", versions_of(_LIBRARIES), "install the same versions on all nodes"),
         Fact(f"config.json of model={spec.path!r}", digest_of_config(spec.path), same_folder, spec.config_digest),
     ]
@@ -107,21 +104,6 @@ def require_same_start(store: dist.Store, rank: int, world_size: int, facts: Seq
             raise GeometryError(f"ranks disagree before a step: {fact.what} differs ({listed}): {fact.advice}")
 
 
-def code_digest() -> str:
-    """One name for the source files that decide what a rank does; equal names mean equal files.
-
-    Where there are none, because only compiled files were installed, it is the version of the distribution.
-    """
-    digest, num_files = hashlib.sha256(), 0
-    for folder in _RANK_SIDE:
-        for name, source in _sources(importlib.resources.files(f"{_PACKAGE}.{folder}"), folder):
-            digest.update(f"{name} {len(source)}\n".encode() + source)
-            num_files += 1
-    if num_files:
-        return digest.hexdigest()[:16]
-    return f"{_DISTRIBUTION} {importlib.metadata.version(_DISTRIBUTION)}"
-
-
 def digest_of_weights(path: str) -> str:
     """One name for the weights of a model folder: sizes, headers, and some bytes of each file, not all of them.
 
@@ -149,13 +131,3 @@ def _stay_until_all_have_read(store: dist.Store, rank: int, world_size: int) -> 
     if rank == 0:
         with suppress(dist.DistStoreError):
             store.wait([f"start/read/{other}" for other in range(world_size)], _STAY)
-
-
-def _sources(folder: Traversable, path: str) -> Iterator[tuple[str, bytes]]:
-    """Python files under a folder with their paths, in an order that is the same everywhere."""
-    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
-        name = f"{path}/{entry.name}"
-        if entry.is_dir():
-            yield from _sources(entry, name)
-        elif entry.name.endswith(".py") and entry.is_file():
-            yield name, entry.read_bytes()

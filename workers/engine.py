@@ -38,12 +38,12 @@ from .inspection import quiet_transformers
 from .kv_cache import BlockAllocator, KvCache
 from .kv_sizing import agree_on_blocks, graph_reserve, read_memory, run_largest_step
 from .mailbox import Inbox, Outbox
-from .meeting import meet
 from .model import TargetModel
 from .path_choice import PathChoice
 from .paths import loading_path, path_maker
 from .random_weights import make_random_model
 from .rank_config import LoadReport, RankConfig
+from .rendezvous import wait_for_all
 from .request import ExpertCounts
 from .same_start import facts_of, require_same_start
 from .scheduler import Scheduler
@@ -137,7 +137,7 @@ class RankEngine:
         model = self._weights(exchange)
         load_seconds, peak_after = time.perf_counter() - started, _peak_memory()
         assert self._store is not None, "join comes before load"
-        meet(self._store, "read their weights", self.rank, layout.world_size, self.config.start_timeout_s)
+        wait_for_all(self._store, "read their weights", self.rank, layout.world_size, self.config.start_timeout_s)
         own_experts = expert_bytes(model)
         dense_bytes = sum(parameter.nbytes for parameter in model.parameters()) - own_experts
         hosts = HostGroup(self._host_group, self.rank)

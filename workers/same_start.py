@@ -20,10 +20,19 @@ from ..dispatch.errors import CheckpointError, GeometryError
 from ..dispatch.libraries import versions_of
 from .checkpoint import weight_files
 from .code_digest import DISTRIBUTION, code_digest
-from .meeting import meet
 from .model_spec import ModelSpec, digest_of_config, digest_of_tokenizer
+from .rendezvous import wait_for_all
 
-_LIBRARIES = ("torch", "transformers", "tokenizers", "flashinfer-python", "quack-kernels")
+_LIBRARIES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "triton",
+    "flashinfer-python",
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
+    "nvshmem4py-cu13",
+)
 _STAY = timedelta(seconds=5)
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
@@ -88,7 +97,7 @@ def require_same_start(store: dist.Store, rank: int, world_size: int, facts: Seq
     """
     own = _Shown(socket.gethostname(), tuple(fact.value for fact in facts))
     encoded = msgspec.json.encode(own).decode()
-    told = meet(store, "start", rank, world_size, timeout_s, encoded, "say what they start from")
+    told = wait_for_all(store, "start", rank, world_size, timeout_s, encoded, "say what they start from")
     shown = [msgspec.json.decode(one, type=_Shown) for one in told]
     for index, fact in enumerate(facts):
         holders: dict[str, list[str]] = {}

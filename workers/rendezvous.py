@@ -8,14 +8,14 @@ import torch.distributed as dist
 from ..dispatch.errors import RankError
 
 
-def meet(
+def wait_for_all(
     store: dist.Store, what: str, rank: int, world_size: int, timeout_s: float, value: str = "", doing: str = ""
 ) -> list[str]:
     """Leave a value and wait for those of the others; every rank calls it, once for each `what`.
 
     Args:
         store: of the rendezvous.
-        what: is met for; equal on every rank.
+        what: is waited for; equal on every rank.
         rank: this rank.
         world_size: how many there are.
         timeout_s: for the slowest rank, `placement.start_timeout_s`.
@@ -37,4 +37,4 @@ def meet(
         raise RankError(
             f"ranks {late} did not {doing or what} within placement.start_timeout_s={timeout_s:g}"
         ) from error
-    return [store.get(key).decode() for key in keys]
+    return [value.decode() for value in store.multi_get(keys)]

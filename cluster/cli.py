@@ -85,7 +85,8 @@ def generate(
     }
     console = Console(stderr=True)
     with _orderly_exit(console, "interrupted; finished requests are in the output file"):
-        trace = TraceFile(trace_path) if trace_path is not None else None
+        files = {"--prompts": prompts_path, "--output": output_path, "--config": options["config_path"]}
+        trace = TraceFile(trace_path, files) if trace_path is not None else None
         config = pool_config(options) if pool_name is None else None
         defaults = SamplingParams(**{name: value for name, value in given.items() if value is not None})
         run = _Run(read_prompts(prompts_path, defaults), prompts_path, output_path, console, show_graphs, trace)

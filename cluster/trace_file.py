@@ -1,6 +1,7 @@
 """A file of the steps of all ranks in Chrome's trace format, which Perfetto and chrome://tracing open."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,17 @@ class TraceFile:
 
     Args:
         path: of the file, which is made at once, and keeps what it holds until it is written.
+        others: files of the same run, by the option that names them: none of them may be written over.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: it cannot be written, or is one of the others.
     """
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, others: Mapping[str, str | None] | None = None):
         self._path = Path(path)
+        for option, other in (others or {}).items():
+            if other is not None and os.path.realpath(other.removeprefix("file://")) == os.path.realpath(path):
+                raise ConfigError(f"--trace {path}: is the file of {option}, which it would write over; name another")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.open("ab").close()

@@ -218,6 +218,20 @@ def test_a_refused_run_leaves_an_old_trace_as_it_is(tmp_path, refused, tiny_moe,
     assert (tmp_path / "trace.json").read_text() == "old"
 
 
+@pytest.mark.parametrize("option", ["--prompts", "--output"])
+def test_a_trace_that_would_take_the_place_of_another_file_of_the_run_is_refused(
+    option, tmp_path, refused, tiny_moe, prompts_file
+):
+    files = {"--prompts": Path(prompts_file({"prompt": "x"})), "--output": tmp_path / "out.jsonl"}
+    before = files["--prompts"].read_text()
+    (tmp_path / "link").symlink_to(files[option])
+    arguments = [part for pair in files.items() for part in pair]
+    said = refused("generate", "--model", tiny_moe, *arguments, "--trace", tmp_path / "link")
+    assert f"--trace {tmp_path / 'link'}: is the file of {option}, which it would write over" in said
+    assert files["--prompts"].read_text() == before
+    assert not files["--output"].exists()
+
+
 def test_a_trace_of_a_negative_number_of_steps_is_refused():
     with pytest.raises(ConfigError, match=r"worker\.trace_steps=-1 is not between 0 and 1,000,000"):
         WorkerConfig(trace_steps=-1)

@@ -15,11 +15,12 @@ monitor ended the process."""
 
 
 class SilentRank(RankError):
-    """A rank's process neither ended nor answered for so many seconds."""
+    """A rank's process neither ended nor answered for so many seconds, more than `worker.step_timeout_s`."""
 
-    def __init__(self, seconds: float):
+    def __init__(self, seconds: float, step_timeout_s: float):
         super().__init__(f"no answer for {seconds:g} s")
         self.seconds = seconds
+        self.step_timeout_s = step_timeout_s
 
 
 GONE = (*LOST, SilentRank)
@@ -63,7 +64,7 @@ def describe_failure(
     if isinstance(cause, SilentRank):
         return RankError(
             f"{_named(rank, places)} has not answered {when} for {cause.seconds:g} s, longer than "
-            "worker.step_timeout_s: its process or its machine is stopped"
+            f"worker.step_timeout_s={cause.step_timeout_s:g}: its process or its machine is stopped"
         )
     if silent and _suspicion(cause) == _LOST_PEER:
         names = ", ".join(_named(one, places) for one in sorted(silent))

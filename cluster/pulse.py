@@ -24,7 +24,7 @@ class Pulse:
     """Asks every rank of a gang for a sign of life, every two seconds."""
 
     def __init__(self) -> None:
-        self._running_s = self._within_s = _START_S
+        self._step_timeout_s = self._within_s = _START_S
         self._silent: list[asyncio.Future[SilentRank]] = []
         self._beats: list[asyncio.Task[None]] = []
 
@@ -35,14 +35,14 @@ class Pulse:
             actors: by rank.
             step_timeout_s: how long one may give no sign while it runs; ranks that wait for it have said so before.
         """
-        self._running_s = step_timeout_s + _MARGIN_S
-        self._within_s = max(self._running_s, _START_S)
+        self._step_timeout_s = step_timeout_s
+        self._within_s = max(step_timeout_s + _MARGIN_S, _START_S)
         self._silent = [asyncio.get_running_loop().create_future() for _ in actors]
         self._beats = [asyncio.ensure_future(self._beat(*one)) for one in zip(actors, self._silent, strict=True)]
 
     def ranks_run(self) -> None:
         """They have started: from now on `step_timeout_s` counts."""
-        self._within_s = self._running_s
+        self._within_s = self._step_timeout_s + _MARGIN_S
 
     def stop(self) -> None:
         for beat in self._beats:
@@ -74,7 +74,7 @@ class Pulse:
             while not (await asyncio.wait([answer], timeout=_SLICE_S))[0]:
                 waited_s += _SLICE_S
                 if waited_s >= self._within_s:
-                    silent.set_result(SilentRank(waited_s))
+                    silent.set_result(SilentRank(waited_s, self._step_timeout_s))
                     return
             await asyncio.sleep(_PAUSE_S)
 

@@ -158,7 +158,7 @@ def test_a_frozen_rank_that_no_other_waits_for_is_found_and_replaced(ranks, rand
         assert holds_in_time(lambda: pool.status().restarts == 1, within_s=4 + 8)
         assert (pool.status().last_failure or "").startswith(
             f"rank {frozen.rank} (process {frozen.pid} on {frozen.address}) has not answered while running for 6 s, "
-            "longer than worker.step_timeout_s: "
+            "longer than worker.step_timeout_s=4: "
         )
         if ranks == 2:
             stream = pool.generate([[5, 17]] * 8, sampling[1:])

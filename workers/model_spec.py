@@ -7,7 +7,7 @@ import msgspec
 
 from ..dispatch.errors import ConfigError
 
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*tokens*.json", "*.model", "*.tiktoken")
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*tokens*.json", "*.model", "*.tiktoken", "tekken.json")
 
 
 class AttentionShape(msgspec.Struct, frozen=True):

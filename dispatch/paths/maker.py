@@ -257,10 +257,10 @@ def _peer_problem(device: torch.device) -> str | None:
 
 def _link_problem() -> str | None:
     """What FlashInfer's all-to-all asks of the current GPU, which it says to its log alone."""
-    from flashinfer.comm.mnnvl import MnnvlMemory
-
     try:
+        from flashinfer.comm.mnnvl import MnnvlMemory
+
         is_linked = MnnvlMemory.supports_mnnvl()
-    except Exception as error:  # of NVML, which some containers hide
+    except Exception as error:  # of NVML, which some containers hide or have no bindings of
         return f"its NVLinks cannot be looked at: {type(error).__name__}: {error}"
     return None if is_linked else "its GPU has no NVLink to peers, or not all are up (`nvidia-smi nvlink --status`)"

@@ -151,7 +151,7 @@ def _refuse_other_session(address: str | None) -> None:
 def _reach_the_same(host: str, own_host: str) -> bool:
     try:
         reached, own = socket.gethostbyname(host.strip("[]")), socket.gethostbyname(own_host.strip("[]"))
-    except OSError:
+    except (OSError, ValueError):
         return False
     if ipaddress.ip_address(reached).is_loopback:
         return own in (reached, ray.util.get_node_ip_address())
@@ -207,7 +207,7 @@ def _refuse_silent_address(address: str, setting: str) -> None:
                 return
             connection.sendall(_HTTP2_GREETING)
             greeting = connection.recv(len(_HTTP2_SETTINGS), socket.MSG_WAITALL)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:  # the last of names and ports that are none
         raise ConfigError(f"{setting}: no Ray cluster answers there: {error}") from error
     if greeting[3:4] != _HTTP2_SETTINGS[3:4]:
         raise ConfigError(f"{setting}: no Ray cluster answers there: something else listens, which is no GCS")

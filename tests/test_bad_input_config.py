@@ -104,12 +104,13 @@ def test_no_model_at_all(refused, prompts_file, tmp_path):
     assert "give --model FOLDER, or --config FILE with a model" in said
 
 
-def test_an_address_where_no_cluster_answers(refused, prompts_file, random_models, tmp_path):
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "head..local:6379", "head:²"])
+def test_an_address_where_no_cluster_answers(address, refused, prompts_file, random_models, tmp_path):
     said = refused(
         *("generate", "--model", random_models["qwen3_moe"], "--prompts", prompts_file({"prompt_token_ids": [5]})),
-        *("--output", tmp_path / "out.jsonl", "--address", "127.0.0.1:1"),
+        *("--output", tmp_path / "out.jsonl", "--address", address),
     )
-    assert "address='127.0.0.1:1': no Ray cluster answers there" in said
+    assert f"address={address!r}: no Ray cluster answers there" in said
 
 
 @pytest.mark.parametrize("answer", [None, b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["silent", "http"])

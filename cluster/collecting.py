@@ -46,7 +46,7 @@ class Collector:
     def begin(self, gang: Gang, config: RankConfig) -> None:
         """Collect from the leaders of this gang, which runs."""
         layout = config.layout
-        self._metrics.begin(layout)
+        self.measure(self._metrics.begin, layout)
         leaders = [gang.actors[layout.leader(dp_rank)] for dp_rank in range(layout.dp_size)]
         self._results = [asyncio.ensure_future(self._collect(leader)) for leader in leaders]
         if config.worker.expert_load:
@@ -63,6 +63,13 @@ class Collector:
         self._results, self._loads = [], []
         self.stats.clear()
 
+    def measure(self, report: Callable[..., None], *values: Any) -> None:
+        """Metrics that cannot be set keep nobody from an answer."""
+        try:
+            report(*values)
+        except Exception:
+            logger.exception("metrics could not be set")
+
     async def _collect(self, leader: Any) -> None:
         """Bring the results of one DP rank to the streams that wait for them."""
         try:
@@ -78,7 +85,7 @@ class Collector:
             except LOST:
                 return
             self.stats[output.stats.dp_rank] = output.stats
-            self._measure(self._metrics.report, output.stats, output.is_last)
+            self.measure(self._metrics.report, output.stats, output.is_last)
             self._ledger.settle(output)
             if output.is_last:
                 return
@@ -96,11 +103,4 @@ class Collector:
             except Exception:
                 logger.exception("expert load is unknown this time")
                 continue
-            self._measure(self._metrics.report_expert_load, counts)
-
-    def _measure(self, report: Callable[..., None], *values: Any) -> None:
-        """Metrics that cannot be set keep nobody from an answer."""
-        try:
-            report(*values)
-        except Exception:
-            logger.exception("metrics could not be set")
+            self.measure(self._metrics.report_expert_load, counts)

@@ -256,7 +256,7 @@ class Lifecycle:
         """
         while True:
             restart = self.restarts.decide(error, time.monotonic())
-            self._metrics.restarted()
+            self.collector.measure(self._metrics.restarted)
             yield self.restarts.announce(restart)
             self.end_gang()
             await asyncio.sleep(restart.delay_s)

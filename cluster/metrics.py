@@ -99,13 +99,14 @@ class PoolMetrics:
 
     def begin(self, layout: Layout) -> None:
         """Ranks begin, in this arrangement, and count from zero; those of before, if any, are gone."""
-        for dp_rank in self._counted:
-            for name in ("expert_pool_requests_running", "expert_pool_requests_waiting", "expert_pool_kv_cache_use"):
-                self._metrics[name].set(0, {"dp_rank": str(dp_rank)})
+        before = tuple(self._counted)
         self._layout = layout
         self._counted.clear()
         self._counted_at.clear()
         self._expert_counts = None
+        for dp_rank in before:
+            for name in ("expert_pool_requests_running", "expert_pool_requests_waiting", "expert_pool_kv_cache_use"):
+                self._metrics[name].set(0, {"dp_rank": str(dp_rank)})
 
     def report(self, stats: RankStats, at_once: bool = False) -> None:
         """A DP rank reported; counts come from the difference to what it said when it was last taken in.

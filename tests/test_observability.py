@@ -4,7 +4,9 @@ import io
 import itertools
 import json
 import logging
+import os
 import re
+import signal
 import sys
 import time
 import urllib.request
@@ -161,7 +163,18 @@ def test_metrics_that_cannot_be_set_keep_nobody_from_an_answer_and_are_set_again
     assert (pool.status().state, pool.status().restarts) == ("ready", restarts)
 
 
-def make_metrics_raise(driver: Any) -> None:
+@pytest.mark.long
+def test_metrics_that_cannot_be_set_keep_no_pool_from_beginning_again(pool):
+    on_driver, before = pool._driver.__ray_call__.remote, pool.status()
+    get_answer(on_driver(make_metrics_raise, ("begin", "restarted")))
+    os.kill(before.places[0].pid, signal.SIGKILL)
+    assert holds_in_time(lambda: pool.status().restarts == before.restarts + 1, within_s=15)
+    assert len(list(pool.generate(PROMPTS, SamplingParams(max_new_tokens=NEW_TOKENS)))) == len(PROMPTS)
+    assert set(get_answer(on_driver(lambda driver: driver.raised))) == {"begin", "restarted"}
+    get_answer(on_driver(lambda driver: [delattr(driver._life._metrics, name) for name in ("begin", "restarted")]))
+
+
+def make_metrics_raise(driver: Any, names: tuple[str, ...] = ("report", "report_expert_load")) -> None:
     driver.raised = []
 
     def raising(name: str) -> Any:
@@ -171,7 +184,7 @@ def make_metrics_raise(driver: Any) -> None:
 
         return report
 
-    for name in ("report", "report_expert_load"):
+    for name in names:
         setattr(driver._life._metrics, name, raising(name))
 
 

@@ -19,6 +19,7 @@ from .failure import LOST
 NAMESPACE = "expert_pool"
 # A node to start the driver on anew may have to come first.
 _BACK_S, _LOOK_S = 600.0, 5.0
+_SILENT_S, _SLICE_S = 60.0, 1.0
 
 
 def new_driver(config: PoolConfig, rank_config: RankConfig, name: str | None, has_owner: bool) -> Any:
@@ -95,17 +96,51 @@ def ask(method: Any, *args: Any) -> Any:
     return get_answer(ref)
 
 
-def stream(method: Any, *args: Any) -> Iterator[Any]:
-    """The values of a streaming actor call; leaving the loop early cancels the call."""
-    generator = method.options(num_returns="streaming").remote(*args)
-    finished = False
+def stream(driver: Any, method: str, *args: Any, step_timeout_s: float) -> Iterator[Any]:
+    """The values of a streaming call of the driver; leaving the loop early cancels the call.
+
+    Ray says where the driver ends, and not where its process or machine is stopped: so it is asked for a sign of life
+    whenever nothing comes for a while.
+
+    Args:
+        driver: the actor.
+        method: that streams.
+        args: of the method.
+        step_timeout_s: how long it may give no sign, a minute at least.
+
+    Raises:
+        RankError: the driver is stopped, or has ended for good.
+        ExpertPoolError: what the call raised.
+    """
+    generator = getattr(driver, method).options(num_returns="streaming").remote(*args)
+    within_s, finished = max(step_timeout_s, _SILENT_S), False
     try:
-        for ref in generator:
-            yield get_answer(ref)
-        finished = True
+        while not finished:
+            _wait_while_it_lives(generator, driver, within_s)
+            try:
+                ref = next(generator)
+            except StopIteration:
+                finished = True
+            else:
+                yield get_answer(ref)
     finally:
         if not finished and ray.is_initialized():
             ray.cancel(generator)
+
+
+def _wait_while_it_lives(generator: Any, driver: Any, within_s: float) -> None:
+    """Until there is something to be read. Slices are counted, not the clock: this process may have been stopped."""
+    asked, silent_s = None, 0.0
+    while not ray.wait([generator], timeout=_SLICE_S)[0]:
+        if asked is None:
+            asked, silent_s = driver.rank_config.remote(), 0.0
+        elif ray.wait([asked], timeout=0)[0]:
+            asked = None
+        elif (silent_s := silent_s + _SLICE_S) >= within_s:
+            raise RankError(
+                f"the pool's driver actor has not answered for {silent_s:g} s: its process or its machine is stopped; "
+                "shut the pool down, and launch it again"
+            )
 
 
 def get_answer(ref: Any) -> Any:

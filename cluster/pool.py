@@ -127,7 +127,7 @@ class ExpertPool:
             if not detached:
                 lifeline = lasting_lifeline_to(driver)
                 pool._belonging = [patient(driver.belong_to).remote(lifeline), *lifeline.refs]
-            for line in stream(driver.start):
+            for line in stream(driver, "start", step_timeout_s=rank_config.worker.step_timeout_s):
                 report(line)
         except DriverRestartError:
             pool.shutdown()
@@ -178,8 +178,8 @@ class ExpertPool:
             ConfigError: a text where there is no tokenizer, or another number of sampling settings than prompts.
             DriverRestartError: the pool's driver actor ended, and the requests in flight with it; completions yielded
                 before stay valid. It is started anew: ask again for those that are missing, which waits for the pool.
-            RankError: ranks failed more often than `recovery` restarts them (completions yielded before stay valid), or
-                the pool was shut down.
+            RankError: ranks failed more often than `recovery` restarts them (completions yielded before stay valid),
+                the pool was shut down, or its driver actor is stopped.
         """
         if isinstance(prompts, (str, bytes)):
             raise ConfigError(f"prompts is one text ({prompts[:40]!r}): give a list of prompts")
@@ -266,7 +266,8 @@ class ExpertPool:
         driver = self._running_driver()
         ask(driver.rank_config)  # waits for a driver that is just being started anew
         event: PoolEvent
-        for event in stream(driver.generate, requests, lifeline_to(driver)):
+        step_timeout_s = self.rank_config.worker.step_timeout_s
+        for event in stream(driver, "generate", requests, lifeline_to(driver), step_timeout_s=step_timeout_s):
             if event.notice is not None:
                 self._report(event.notice)
             if on_stats is not None and event.stats is not None:

@@ -1,5 +1,7 @@
 """Calls that hang on a rank: found by a deadline of the host, wherever they hang, and named."""
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -7,7 +9,15 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import ray
-from expert_pool.cluster import ExpertPool, PoolConfig, RankError, RecoveryConfig, SamplingParams, WorkerConfig
+from expert_pool.cluster import (
+    ExpertPool,
+    PoolConfig,
+    RankError,
+    RecoveryConfig,
+    SamplingParams,
+    WorkerConfig,
+    driver_handle,
+)
 from expert_pool.cluster.driver_handle import get_answer
 from expert_pool.cluster.failure import describe_failure
 from expert_pool.workers.engine import RankEngine
@@ -75,6 +85,26 @@ def test_a_rank_that_hangs_in_a_capture_takes_the_pool_down(stage, session, rand
             get_answer(pool._driver.recapture.remote())
         assert pool.status().state == "failed"
         assert psutil.wait_procs(processes, timeout=10)[1] == []
+
+
+@pytest.mark.long
+def test_callers_of_a_driver_whose_process_is_stopped_are_told(session, random_models, monkeypatch):
+    """Ray goes on waiting for it: it has not ended."""
+    monkeypatch.setattr(driver_handle, "_SILENT_S", 4.0)
+    worker = WorkerConfig(step_timeout_s=4)
+    with ExpertPool.launch(PoolConfig(model=random_models["qwen3_moe"], worker=worker)) as pool:
+        sampling = [SamplingParams(max_new_tokens=1)] + [SamplingParams(max_new_tokens=400, ignore_eos=True)] * 8
+        completions = pool.generate([[5, 17]] * 9, sampling)
+        assert next(completions).index == 0, "generation is under way"
+        pid = pool.status().driver_pid
+        os.kill(pid, signal.SIGSTOP)
+        started = time.monotonic()
+        try:
+            with pytest.raises(RankError, match="the pool's driver actor has not answered for 4 s: its process"):
+                list(completions)
+            assert time.monotonic() - started < 20
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
 
 def hang_in(graphs, stage: str) -> None:

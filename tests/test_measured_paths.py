@@ -215,6 +215,11 @@ def without(engine: RankEngine, lost: str, how: str, faulty_rank: int) -> tuple[
     def refuses(maker: PathMaker, name: PathName, *arguments: Any) -> str | None:
         return "has no such thing" if str(name) == lost else refusal(maker, name, *arguments)
 
+    def cannot_tell(maker: PathMaker, name: PathName, *arguments: Any) -> str | None:
+        if str(name) == lost:
+            raise OSError("has no such thing")
+        return refusal(maker, name, *arguments)
+
     def raises(maker: PathMaker, name: PathName) -> ExpertPath:
         if str(name) == lost:
             raise RuntimeError("has no such thing")
@@ -222,13 +227,15 @@ def without(engine: RankEngine, lost: str, how: str, faulty_rank: int) -> tuple[
 
     with ExitStack() as faults:
         if engine.rank == faulty_rank:
-            fault = ("refusal", refuses) if how == "refuses" else ("make", raises)
-            faults.enter_context(replaced(PathMaker, *fault))
+            fault = {"refuses": refuses, "cannot tell": cannot_tell, "raises": raises}[how]
+            faults.enter_context(replaced(PathMaker, "make" if fault is raises else "refusal", fault))
         settled = choose_again(engine)
     return settled.path.table.names, settled.lines
 
 
-@pytest.mark.parametrize(("how", "reason"), [("refuses", ""), ("raises", "RuntimeError: ")])
+@pytest.mark.parametrize(
+    ("how", "reason"), [("refuses", ""), ("cannot tell", "OSError: "), ("raises", "RuntimeError: ")]
+)
 def test_a_path_that_one_rank_cannot_take_is_dropped_on_all_with_the_reason(how, reason, gang):
     for names, lines in gang.call(without, "alltoall+torch", how, 1):
         assert names == ("allgather+torch",)
@@ -263,6 +270,22 @@ def test_a_path_that_computes_something_else_is_dropped_on_all_with_the_error(fa
         assert lines[-1] == "all ranks fall back to allgather+torch"
     messages = gang.call(with_rows_wrong_on_one, factor, {"table": MIXED})
     assert messages == [f"the table pinned by tuning.table cannot run: {reason}"] * 2
+
+
+def cached_and_then_wrong(engine: RankEngine, file: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What a cached table names, and what is taken once one of its paths computes something else."""
+    with replaced(LayerTimer, "microseconds", times(SEEN_BY_RANK[engine.rank])):
+        cached = choose_again(engine, cache=file).path.table.names
+        lines = with_rows_wrong_on_one(engine, 0.0, {"cache": file})
+    assert isinstance(lines, tuple)
+    return cached, lines
+
+
+def test_a_cached_table_with_a_path_that_fails_is_measured_anew(gang, tmp_path):
+    for cached, lines in gang.call(cached_and_then_wrong, str(tmp_path / "mine.json")):
+        assert cached == ("alltoall+torch", "allgather+torch")
+        assert lines[0].startswith("experts by table, measured, best of 2 paths")
+        assert lines[-1] == "all ranks fall back to allgather+torch"
 
 
 def failing_while_it_measures(engine: RankEngine, faulty_rank: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -372,6 +395,27 @@ def scales_of(engine: RankEngine) -> list[tuple[float, float]]:
     group = HostGroup(engine._host_group, engine.rank)
     with replaced(target._exchange, "path", loading_path(engine.config, maker)):
         return calibrate(engine.config.spec, target.model, target._exchange, layers, group, engine._device).scales
+
+
+def scales_with_nan_on_one(engine: RankEngine) -> str:
+    target = target_of(engine)
+    weights = target._exchange.layers[1].module.get_parameter("gate_up_proj")
+    kept = weights.detach().clone()
+    try:
+        if engine.rank == 1:
+            weights.data[0, 0, 0] = float("nan")
+        scales_of(engine)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        weights.data.copy_(kept)
+    return "nothing was refused"
+
+
+def test_a_layer_without_finite_numbers_has_no_fp8_scale_and_every_rank_says_so(gang):
+    first, second = gang.call(scales_with_nan_on_one)
+    assert first == second
+    assert first.startswith("quantisation='fp8' has no scale for model.layers.1.mlp.experts: on random tokens")
 
 
 def test_fp8_scales_are_the_same_numbers_on_every_rank_and_cover_what_the_model_computes(gang):

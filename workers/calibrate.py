@@ -9,9 +9,9 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from ..dispatch.errors import ConfigError
 from ..dispatch.experts.local_experts import LocalExperts
 from ..dispatch.geometry import StepGeometry
 from ..dispatch.moe import MoeExchange
@@ -61,12 +61,6 @@ class InputRecorder:
         self._path = path
         self._rank = rank
         self._kept = kept
-
-    def adopt(self, experts: torch.nn.Module, name: str, num_experts: int, top_k: int) -> None:
-        """Nothing: the path is the one the model runs on already."""
-
-    def prepare(self, group: dist.ProcessGroup | None) -> None:
-        """Nothing, for the same reason."""
 
     def run(
         self,
@@ -125,6 +119,9 @@ def calibrate(
         layers: the MoE layers, in order.
         group: all ranks.
         device: of the model.
+
+    Raises:
+        ConfigError: on every rank alike, where a layer's experts get or make numbers that are not finite.
     """
     num_tokens = num_calibrating(spec)
     cache = KvCache(spec.attention, 2 + num_tokens // _BLOCK_SIZE, _BLOCK_SIZE, getattr(torch, spec.dtype), device)
@@ -140,7 +137,14 @@ def calibrate(
     finally:
         exchange.path = path
     seen = torch.stack([recorder.largest[id(layer.experts.module)].float().cpu() for layer in layers])
-    scales = (group.largest(seen) * _HEADROOM / FP8_MAX).clamp(min=_SMALLEST_SCALE)
+    largest = group.largest(seen.nan_to_num(nan=float("inf")))  # which of a number and NaN is larger is anybody's guess
+    for layer, is_finite in zip(layers, largest.isfinite().all(dim=1).tolist(), strict=True):
+        if not is_finite:
+            raise ConfigError(
+                f"quantisation='fp8' has no scale for {layer.name}: on random tokens its experts get or make numbers "
+                f"that are not finite in {spec.dtype}; set quantisation to 'none', or look at the weights"
+            )
+    scales = (largest * _HEADROOM / FP8_MAX).clamp(min=_SMALLEST_SCALE)
     pairs = [(float(first), float(second)) for first, second in scales.to(torch.float32).tolist()]
     return Calibration(pairs, recorder.rows)
 

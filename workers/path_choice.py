@@ -108,8 +108,14 @@ class PathChoice:
     def _probe(self, names: Sequence[PathName], layers: Sequence[MoeLayer]) -> None:
         """Agree on which paths some rank cannot take; nothing is built before."""
         host = self._group.from_first(socket.gethostname(), str)
-        refusals = {str(name): self._maker.refusal(name, layers, host) for name in names}
+        refusals = {str(name): self._refusal(name, layers, host) for name in names}
         self._dropped |= agree_on_refusals(self._group, refusals)
+
+    def _refusal(self, name: PathName, layers: Sequence[MoeLayer], host: str) -> str | None:
+        try:
+            return self._maker.refusal(name, layers, host)
+        except Exception as error:  # of a library or driver that one machine has otherwise: the others wait to hear it
+            return f"{type(error).__name__}: {error}"
 
     def _all_of(
         self, names: Sequence[PathName], layers: Sequence[MoeLayer], setting: str
@@ -130,7 +136,8 @@ class PathChoice:
     def _measured(self, names: Sequence[PathName], layers: Sequence[MoeLayer]) -> Settled:
         config = self._config
         if config.tuning.table is not None:
-            return self._as_tabled(PathTable(config.tuning.table), layers, "pinned by tuning.table")
+            pinned, source = PathTable(config.tuning.table), "pinned by tuning.table"
+            return self._as_tabled(pinned, self._tabled_paths(pinned, layers, source), layers, source)
         left = [name for name in names if str(name) not in self._dropped]
         if not left:
             reasons = "; ".join(map(str, self._dropped.values()))
@@ -142,17 +149,27 @@ class PathChoice:
         if found is not None and not table_problems(
             found, config.worker.device, config.quantisation, config.capacity, shapes
         ):
-            return self._as_tabled(PathTable(found), layers, f"from tuning.cache={config.tuning.cache}")
+            cached, source = PathTable(found), f"from tuning.cache={config.tuning.cache}"
+            try:
+                members = self._tabled_paths(cached, layers, source)
+            except ConfigError as error:  # on every rank alike
+                logger.warning("measuring anew: %s", error)
+            else:
+                return self._as_tabled(cached, members, layers, source)
         settled = self._by_measuring(left, layers)
         if cache is not None:
             assert isinstance(settled.path, MeasuredPath)
             cache.keep(key, settled.path.table.rows)
         return settled
 
-    def _as_tabled(self, table: PathTable, layers: Sequence[MoeLayer], source: str) -> Settled:
-        """The paths of a table that exists, built and held to the bound."""
+    def _tabled_paths(self, table: PathTable, layers: Sequence[MoeLayer], source: str) -> dict[PathName, MemberPath]:
+        return self._all_of(list(map(PathName.parse, table.names)), layers, f"the table {source}")
+
+    def _as_tabled(
+        self, table: PathTable, members: dict[PathName, MemberPath], layers: Sequence[MoeLayer], source: str
+    ) -> Settled:
+        """The paths of a table that exists, held to the bound."""
         copies = copy_bytes(layers, self._config.quantisation)
-        members = self._all_of(list(map(PathName.parse, table.names)), layers, f"the table {source}")
         self._adopt(members, layers)
         num_bytes = bytes_of(table.names, self._costs(members), copies)
         if num_bytes > self._config.tuning.max_bytes:

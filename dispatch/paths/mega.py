@@ -106,7 +106,7 @@ def refuse_experts(experts: torch.nn.Module, name: str, quantisation: Quantisati
     """Refuse experts that the SM90 mega kernel does not compute, with the reason.
 
     Raises:
-        ConfigError: what `expert_checks` finds, or widths that are no multiples of what the kernel takes.
+        ConfigError: what `refuse_unsupported` finds, or widths that are no multiples of what the kernel takes.
     """
     refuse_unsupported(experts, name, "dispatch='mega'", "dispatch='flashinfer' or 'allgather'")
     _, hidden_size, intermediate_size = experts.get_parameter("down_proj").shape

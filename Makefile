@@ -27,7 +27,7 @@ run: install  ## the main job: complete examples/prompts.jsonl on two CPU ranks
 		--address local
 
 test: install  ## the whole suite but for what the targets below hold
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-kernels: $(KERNELS)/.installed  ## Triton kernels in its interpreter, against plain PyTorch; `test` skips them
 	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/$(KERNELS) $(BIN)/python -m pytest tests/test_fused_layers.py \

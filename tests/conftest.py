@@ -7,8 +7,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 # Heads that tests start ask for Ray's token, and a process that joins one shows it in this mode alone.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
+# A pool without an address would join whatever Ray it finds on the machine, as of a module that runs beside it.
+os.environ.setdefault("RAY_ADDRESS", "local")
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,17 +33,20 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `--dist loadgroup`: modules stay whole, and those that start Ray are one group.
+    """Modules with Ray come first and those of the fewest tests last, so that workers end at about the same time.
 
-    A pool without an address joins whatever Ray it finds on the machine, so two sessions at once would meet.
+    `--dist loadfile` leaves modules whole: no session or pool of a module is started twice. (`loadgroup` would take
+    groups of modules, and with pytest 9.2 takes no notice of them: pytest-xdist issue 1386.)
     """
-    only_check_that_none_is_started = {"test_plan.py", "test_bad_input_config.py", "test_gpu_memory.py"}
-    for item in items:
-        module = item.getparent(pytest.Module)
+    modules = [item.getparent(pytest.Module) for item in items]
+    num_tests = Counter(modules)
+
+    def place(index: int) -> tuple[bool, int]:
+        module = modules[index]
         assert module is not None
-        uses_ray = {"ray", "ExpertPool"} & vars(module.obj).keys()
-        starts_ray = uses_ray and module.path.name not in only_check_that_none_is_started
-        item.add_marker(pytest.mark.xdist_group("ray" if starts_ray else module.name))
+        return not {"ray", "ExpertPool"} & vars(module.obj).keys(), -num_tests[module]
+
+    items[:] = [items[index] for index in sorted(range(len(items)), key=place)]
 
 
 @pytest.fixture(scope="session")
@@ -59,13 +65,20 @@ def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 class Reference:
-    """Greedy tokens as Transformers generates them, one prompt at a time, in float32."""
+    """Greedy tokens as Transformers generates them, one prompt at a time, in float32; each asked for once."""
 
     def __init__(self, path: str):
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self._known: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
+
+    def greedy(self, prompt_token_ids: list[int], max_new_tokens: int) -> tuple[int, ...]:
+        asked = tuple(prompt_token_ids), max_new_tokens
+        if asked not in self._known:
+            self._known[asked] = self._generate(prompt_token_ids, max_new_tokens)
+        return self._known[asked]
 
     @torch.inference_mode()
-    def greedy(self, prompt_token_ids: list[int], max_new_tokens: int) -> tuple[int, ...]:
+    def _generate(self, prompt_token_ids: list[int], max_new_tokens: int) -> tuple[int, ...]:
         ids = torch.tensor([prompt_token_ids])
         output = self._model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0

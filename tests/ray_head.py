@@ -66,7 +66,7 @@ def ray_head(
             ),
             *("--dashboard-host=127.0.0.1", "--dashboard-agent-listen-port=0", "--disable-usage-stats", *options),
         ],
-        env={**os.environ, **(environment or {})},
+        env={**_surroundings(), **(environment or {})},
         stdout=log,
         stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -93,6 +93,7 @@ def ray_worker(head: Head, *options: str) -> Iterator[None]:
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--address={head.address}"),
             *("--dashboard-agent-listen-port=0", "--disable-usage-stats", *options),
         ],
+        env=_surroundings(),
         stdout=log,
         stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -102,6 +103,11 @@ def ray_worker(head: Head, *options: str) -> Iterator[None]:
     finally:
         _end(process)
         log.close()
+
+
+def _surroundings() -> dict[str, str]:
+    """Without the address of a cluster, which would be inherited by the jobs and actors of this one."""
+    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
 
 
 def _end(process: subprocess.Popen) -> None:

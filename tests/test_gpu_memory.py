@@ -1,5 +1,6 @@
 """What pools for real models need of a GPU: those that are ready-made fit in 141 GB, what cannot is refused."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from expert_pool.cluster.cli import main
 from expert_pool.cluster.config import load_config
 from expert_pool.cluster.gpu_memory import smallest_fit
 from expert_pool.cluster.plan_report import PlanReport, plan_pool
-from expert_pool.workers.inspection import inspect_model
+from expert_pool.workers import inspection
 
 RAY_CONFIGS = Path(__file__).resolve().parent.parent / "ray_configs"
 H200_BYTES = 141 * 10**9
@@ -32,6 +33,15 @@ PUBLISHED = {
     "gpt_oss_120b": (117, 36, 36),
     "deepseek_v3": (671, 61, 58),
 }
+
+
+# A geometry is run through once, by meta tensors: dozens of layers take a second each time.
+inspect_model = functools.cache(inspection.inspect_model)
+
+
+@pytest.fixture(autouse=True)
+def inspect_each_model_once(monkeypatch):
+    monkeypatch.setattr(inspection, "inspect_model", inspect_model)
 
 
 def geometry(model: str) -> str:

@@ -1,6 +1,5 @@
 """A pool under load whose ranks are ended on purpose, and what must be true of its answers."""
 
-import logging
 import random
 import signal
 import sys
@@ -37,11 +36,11 @@ NEW_TOKENS = (40, 100)
 
 
 @contextmanager
-def ray_session(*modules: ModuleType) -> Iterator[None]:
-    """Places for two pools of four ranks; functions of these test modules may be sent to actors."""
+def ray_session(*modules: ModuleType, places: int = 8) -> Iterator[None]:
+    """Places for that many ranks, by default two pools of four; functions of these modules may be sent to actors."""
     for module in (rank_faults, rank_insides, sys.modules[__name__], *modules):
         ray.cloudpickle.register_pickle_by_value(module)  # actors do not see the folder of the tests
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(address="local", num_cpus=places, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
 

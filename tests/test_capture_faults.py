@@ -94,10 +94,11 @@ def config_of(model: str, ranks: int, step_timeout_s: float = 60.0) -> PoolConfi
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[None]:
-    """A Ray session for all pools here, with places for two of four ranks at a time."""
+    """A Ray session for all pools here, with places for two at a time."""
     for module in (rank_faults, rank_insides, sys.modules[__name__]):
         ray.cloudpickle.register_pickle_by_value(module)  # actors do not see the folder of the tests
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    places = 8 if FULL_MATRIX else 4
+    ray.init(address="local", num_cpus=places, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
 

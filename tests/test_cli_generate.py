@@ -73,7 +73,7 @@ def long_job(tmp_path, tiny_moe) -> tuple[Path, tuple[str, ...]]:
     prompts.write_text("".join(json.dumps(request) + "\n" for request in requests))
     return output, (
         *("--model", tiny_moe, "--ranks", "2", "--prompts", str(prompts), "--output", str(output)),
-        *("--max-new-tokens", "100", "--ignore-eos", "--address", "local"),
+        *("--max-new-tokens", "100", "--ignore-eos", "--address", "local", "--disable-cuda-graph"),
     )
 
 
@@ -94,7 +94,8 @@ def test_an_interrupted_run_keeps_what_is_finished_and_the_next_one_completes_it
     after = lines_of(output)
     assert 0 < len(after) < 12
 
-    result = CliRunner().invoke(main, ["generate", *arguments])
+    # On one rank: what is in the file already does not depend on how many wrote it.
+    result = CliRunner().invoke(main, ["generate", *arguments, "--ranks", "1"])
     assert result.exit_code == 0, result.output
     assert not ray.is_initialized(), "the local cluster ends with the run"
     done = lines_of(output)

@@ -47,7 +47,7 @@ def config_of(model: str, **settings: Any) -> PoolConfig:
     return PoolConfig(
         model=model,
         ranks=2,
-        limits=Limits(max_running_requests=4, cuda_graph_bs=(4,)),
+        limits=Limits(max_running_requests=4, cuda_graph_bs=(4,), piecewise_cuda_graph_max_tokens=16),
         cache=CacheConfig(num_tokens=4096),
         **settings,
     )

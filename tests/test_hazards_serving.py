@@ -6,13 +6,13 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import ray
-from expert_pool.cluster import ExpertPool, PlacementConfig, PoolConfig, RankStats, SamplingParams
+from expert_pool.cluster import ExpertPool, Limits, PlacementConfig, PoolConfig, RankStats, SamplingParams
 from plain_ranks import PlainRanks
 from ray.cluster_utils import Cluster
 
 RANKS = 4
-IDLE_S = 2.0
-# A busy loop would take 2 s; what a sleeping process takes to be asked for its times is far below.
+IDLE_S = 1.0
+# A busy loop would take 1 s; what a sleeping process takes to be asked for its times is far below.
 IDLE_CPU_S = 0.1
 
 
@@ -85,9 +85,9 @@ def test_h17_any_number_of_prompts_finishes_on_four_ranks(lengths, gang, referen
 
 @pytest.fixture(scope="module")
 def headless_cluster() -> Iterator[str]:
-    """A cluster whose head has no place for a rank, and a worker node with places for four; the head's node id."""
+    """A cluster whose head has no place for a rank, and a worker node with places for three; the head's node id."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "num_gpus": 0, "include_dashboard": False})
-    worker = cluster.add_node(num_cpus=4, num_gpus=4)
+    worker = cluster.add_node(num_cpus=3, num_gpus=3)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     yield ray.get_runtime_context().get_node_id()
     ray.shutdown()
@@ -97,11 +97,17 @@ def headless_cluster() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def two_pools(headless_cluster, random_models) -> Iterator[tuple[ExpertPool, ExpertPool]]:
-    """Two pools side by side; each of their ranks asks for a logical GPU, and computes on CPU."""
-    config = PoolConfig(
-        model=random_models["qwen3_moe"], ranks=2, placement=PlacementConfig(gpus_per_rank=1, timeout_s=60)
-    )
-    with ExpertPool.launch(config) as first, ExpertPool.launch(config) as second:
+    """Of two ranks and of one, side by side; each rank asks for a logical GPU, and computes on CPU."""
+    configs = [
+        PoolConfig(
+            model=random_models["qwen3_moe"],
+            ranks=ranks,
+            limits=Limits(max_running_requests=4, chunked_prefill_size=16),
+            placement=PlacementConfig(gpus_per_rank=1, timeout_s=60),
+        )
+        for ranks in (2, 1)
+    ]
+    with ExpertPool.launch(configs[0]) as first, ExpertPool.launch(configs[1]) as second:
         yield first, second
 
 
@@ -114,8 +120,8 @@ def test_h18_a_pool_runs_on_a_cluster_whose_head_has_no_place_for_a_rank(headles
 
 def test_h20_two_pools_side_by_side_hold_disjoint_gpus_and_generate(two_pools, references):
     gpu_ids = [place.gpu_ids for pool in two_pools for place in pool.status().places]
-    assert [len(ids) for ids in gpu_ids] == [1, 1, 1, 1]
-    assert len({gpu_id for ids in gpu_ids for gpu_id in ids}) == 4
+    assert [len(ids) for ids in gpu_ids] == [1, 1, 1]
+    assert len({gpu_id for ids in gpu_ids for gpu_id in ids}) == 3
 
     prompts = [[5, 17, 42], [9, 9], [100]]
     streams = [pool.generate(prompts, SamplingParams(max_new_tokens=8)) for pool in two_pools]

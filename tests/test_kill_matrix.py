@@ -46,7 +46,7 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def stage(random_models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    with ray_session(sys.modules[__name__]):
+    with ray_session(sys.modules[__name__], places=2 * RANKS):
         left = Left()
         stage = Stage(random_models["qwen3_moe"], tmp_path_factory.mktemp("stamps"))
         yield stage

@@ -36,6 +36,7 @@ sampling = [SamplingParams(max_new_tokens=1)] + [SamplingParams(max_new_tokens=4
 for completion in pool.generate([[5, 17]] * 41, sampling):
     print(completion.index, flush=True)
 """
+FEW_GRAPHS = ("--ranks", "2", "--cuda-graph-bs", "4", "--piecewise-cuda-graph-max-tokens", "16")
 eventually = partial(holds_in_time, within_s=15.0)
 
 
@@ -72,7 +73,7 @@ def test_a_detached_pool_serves_several_processes_and_outlives_all_of_them(
     address, random_models, references, prompts_file, tmp_path
 ):
     model = random_models["qwen3_moe"]
-    launched = expert_pool("launch", "--name", "shared", "--model", model, "--ranks", "2", address=address)
+    launched = expert_pool("launch", "--name", "shared", "--model", model, *FEW_GRAPHS, address=address)
     assert launched.returncode == 0, launched.stderr
     assert "pool 'shared' stays" in launched.stderr
 

@@ -16,6 +16,7 @@ from expert_pool.cluster import (
     CheckpointError,
     ConfigError,
     ExpertPool,
+    Limits,
     PlacementConfig,
     PlacementError,
     PoolConfig,
@@ -90,7 +91,12 @@ def test_a_resource_that_no_node_has_is_named(random_models):
 
 
 def test_h21_a_rank_that_is_killed_ends_the_pool_in_seconds_and_is_named(random_models):
-    config = PoolConfig(model=random_models["qwen3_moe"], ranks=2, recovery=RecoveryConfig(max_restarts=0))
+    config = PoolConfig(
+        model=random_models["qwen3_moe"],
+        ranks=2,
+        limits=Limits(disable_cuda_graph=True),
+        recovery=RecoveryConfig(max_restarts=0),
+    )
     sampling = [SamplingParams(max_new_tokens=2)] + [SamplingParams(max_new_tokens=450, ignore_eos=True)] * 40
     with ExpertPool.launch(config) as pool:
         pids = [place.pid for place in pool.status().places]

@@ -13,15 +13,16 @@ TEXTS = ["def add(", "The for statement is used to", "A class definition", "x", 
 @pytest.fixture(scope="module")
 def session() -> Iterator[None]:
     """A Ray session of this module's own; pools that are launched use it."""
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
 
 
 @pytest.fixture(scope="module")
 def pool(session, tiny_moe) -> Iterator[ExpertPool]:
-    """Two ranks with a batch each, on the model that has a tokenizer."""
-    with ExpertPool.launch(PoolConfig(model=tiny_moe, ranks=2)) as launched:
+    """Two ranks with a batch each, on the model that has a tokenizer; few graphs, which take seconds to record."""
+    limits = Limits(cuda_graph_bs=(1, 4), piecewise_cuda_graph_max_tokens=16)
+    with ExpertPool.launch(PoolConfig(model=tiny_moe, ranks=2, limits=limits)) as launched:
         yield launched
 
 

@@ -128,10 +128,17 @@ def stream(driver: Any, method: str, *args: Any, step_timeout_s: float) -> Itera
             ray.cancel(generator)
 
 
-def _wait_while_it_lives(generator: Any, driver: Any, within_s: float) -> None:
+def answer_of(driver: Any, method: str, *args: Any, step_timeout_s: float) -> Any:
+    """The answer of a call that takes as long as it takes; arguments and errors are those of `stream`."""
+    ref = getattr(driver, method).remote(*args)
+    _wait_while_it_lives(ref, driver, max(step_timeout_s, _SILENT_S))
+    return get_answer(ref)
+
+
+def _wait_while_it_lives(awaited: Any, driver: Any, within_s: float) -> None:
     """Until there is something to be read. Slices are counted, not the clock: this process may have been stopped."""
     asked, silent_s = None, 0.0
-    while not ray.wait([generator], timeout=_SLICE_S)[0]:
+    while not ray.wait([awaited], timeout=_SLICE_S)[0]:
         if asked is None:
             asked, silent_s = driver.rank_config.remote(), 0.0
         elif ray.wait([asked], timeout=0)[0]:

@@ -16,7 +16,7 @@ from ..workers.rank_config import RankConfig
 from ..workers.request import Completion, FinishReason, RankStats, SamplingParams
 from ..workers.trace import RankTrace
 from .config import PoolConfig, checked
-from .driver_handle import ask, get_answer, named_driver, new_driver, patient, stream
+from .driver_handle import answer_of, ask, named_driver, new_driver, patient, stream
 from .failure import LOST
 from .ledger import PoolEvent, Prompt
 from .lifeline import lasting_lifeline_to, lifeline_to
@@ -208,7 +208,7 @@ class ExpertPool:
             PlacementError: no place for so many within `placement.timeout_s`; the pool goes on as before.
             RankError: ranks were lost on the way, or the pool is not ready.
         """
-        self.rank_config = get_answer(self._running_driver().resize.remote(ranks))
+        self.rank_config = self._answer_of("resize", ranks)
 
     def status(self) -> PoolStatus:
         """States, places and counters of the pool."""
@@ -224,8 +224,12 @@ class ExpertPool:
         """
         if not self.rank_config.worker.trace_steps:
             raise ConfigError("worker.trace_steps=0: ranks remember no steps; launch the pool with a number of them")
-        traces: tuple[RankTrace, ...] = get_answer(self._running_driver().trace.remote())
+        traces: tuple[RankTrace, ...] = self._answer_of("trace")
         return traces
+
+    def _answer_of(self, method: str, *args: Any) -> Any:
+        within_s = self.rank_config.worker.step_timeout_s
+        return answer_of(self._running_driver(), method, *args, step_timeout_s=within_s)
 
     def shutdown(self) -> None:
         """Stop the ranks and free their places, whoever uses the pool; safe to call again."""

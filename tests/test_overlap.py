@@ -114,6 +114,9 @@ def test_overlap_changes_no_completion(layout, random_models):
             worker=WorkerConfig(overlap=overlap),
         )
         with PlainRanks(config, graphs=True) as ranks:
+            ranks.generate([[9]], SamplingParams(max_new_tokens=2, ignore_eos=True))
+            for stats in ranks.stats.values():
+                assert stats.decode_model_seconds <= stats.decode_seconds, "also after one decode step"
             completions[overlap] = [ranks.generate(PROMPTS, SAMPLING), ranks.generate(PROMPTS[::-1], SAMPLING)]
             for stats in ranks.stats.values():
                 assert stats.decode_seconds > 0

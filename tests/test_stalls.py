@@ -103,6 +103,8 @@ def test_callers_of_a_driver_whose_process_is_stopped_are_told(session, random_m
             with pytest.raises(RankError, match="the pool's driver actor has not answered for 4 s: its process"):
                 list(completions)
             assert time.monotonic() - started < 20
+            with pytest.raises(RankError, match="the pool's driver actor has not answered for 4 s: its process"):
+                pool.resize(2)
         finally:
             os.kill(pid, signal.SIGCONT)
 

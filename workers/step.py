@@ -157,7 +157,7 @@ class StepLoop:
             self.stage_began = time.monotonic()
             model_ended = time.perf_counter()
             self._scheduler.launch(batch)
-            self._count_launched(batch, plan, model_ended - model_started, agree_seconds)
+            self._count_launched(batch, plan, agree_seconds)
             if self._trace is not None:
                 self._remember(batch, plan, ("launch", model_started, model_ended))
             if self._overlap:
@@ -167,7 +167,7 @@ class StepLoop:
         if before is not None:
             self._finish(before)
         if launches:
-            self._count_time(batch, time.perf_counter() - started)
+            self._count_time(batch, time.perf_counter() - started, model_ended - model_started)
         if self._expert_load is not None:
             self._expert_load.poll()
 
@@ -222,16 +222,12 @@ class StepLoop:
         self._next_progress = now + _PROGRESS_INTERVAL_S
         return self._scheduler.progress()
 
-    def _count_launched(
-        self, batch: ScheduledBatch, plan: StepPlan, model_seconds: float, agree_seconds: float
-    ) -> None:
-        decodes = batch.kind is BatchKind.DECODE
+    def _count_launched(self, batch: ScheduledBatch, plan: StepPlan, agree_seconds: float) -> None:
         self._add(
             steps=1,
             replayed_steps=plan.graph is not None,
-            decode_steps=decodes,
+            decode_steps=batch.kind is BatchKind.DECODE,
             idle_steps=batch.kind is BatchKind.IDLE,
-            decode_model_seconds=model_seconds if decodes and not self._overlap else 0.0,
             prompt_tokens=batch.num_tokens if batch.kind is BatchKind.PREFILL else 0,
             agree_seconds=agree_seconds,
         )
@@ -239,9 +235,15 @@ class StepLoop:
         for index, rank in enumerate(self._sharing_ranks):
             self._dispatched_rows[index] += plan.geometry.num_rows_per_rank[rank]
 
-    def _count_time(self, batch: ScheduledBatch, seconds: float) -> None:
+    def _count_time(self, batch: ScheduledBatch, seconds: float, model_seconds: float) -> None:
+        """After what the step finished is handed out, so what goes along with that has neither time of this step."""
+        decodes = batch.kind is BatchKind.DECODE
         self._step_times[bisect_left(STEP_TIME_BOUNDS_S, seconds)] += 1
-        self._add(step_seconds=seconds, decode_seconds=seconds if batch.kind is BatchKind.DECODE else 0.0)
+        self._add(
+            step_seconds=seconds,
+            decode_seconds=seconds if decodes else 0.0,
+            decode_model_seconds=model_seconds if decodes and not self._overlap else 0.0,
+        )
 
     def _remember(self, batch: ScheduledBatch, plan: StepPlan, *stages: tuple[str, float, float]) -> None:
         assert self._trace is not None

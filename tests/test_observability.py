@@ -52,7 +52,7 @@ def pool(tiny_moe) -> Iterator[ExpertPool]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not see the folder of the tests
     ray.init(
         address="local",
-        num_cpus=RANKS,
+        num_cpus=2 * RANKS,
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",

@@ -1,7 +1,7 @@
 """Pools that only GPUs can run, one row each, in one Ray session: run it on a host with as many GPUs as ranks.
 
     python tests/gpu/check_pool.py --pool tiny_moe,4x1,flashinfer+cutedsl --pool tiny_moe,2x2,flashinfer+cutedsl \\
-        --pool tiny_moe,1x4,flashinfer+cutedsl --pool tiny_moe,4x1,mega,fp8
+        --pool tiny_moe,1x4,flashinfer+cutedsl --pool small,4x1,mega,fp8
     python tests/gpu/check_pool.py --layers 0
     python tests/gpu/check_pool.py --device cpu --pool tiny_moe,2x1,alltoall --pool small,1x2,measured   finds typos
 

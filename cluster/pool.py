@@ -206,7 +206,7 @@ class ExpertPool:
         Raises:
             ConfigError: a size that cannot work, with those that do; nothing was changed.
             PlacementError: no place for so many within `placement.timeout_s`; the pool goes on as before.
-            RankError: ranks were lost on the way, or the pool is not ready.
+            RankError: ranks were lost on the way, the pool is not ready, or its driver actor is stopped.
         """
         self.rank_config = self._answer_of("resize", ranks)
 
@@ -220,7 +220,7 @@ class ExpertPool:
 
         Raises:
             ConfigError: ranks remember none.
-            RankError: a rank was lost, or did not answer in time.
+            RankError: a rank was lost, or did not answer in time, or the driver actor is stopped.
         """
         if not self.rank_config.worker.trace_steps:
             raise ConfigError("worker.trace_steps=0: ranks remember no steps; launch the pool with a number of them")

@@ -10,6 +10,7 @@ import msgspec
 from ..dispatch.budget import largest_step
 from ..dispatch.errors import ConfigError
 from ..dispatch.limits import tokens_per_request
+from ..graphs.kinds import PLANNED_ON_GPUS
 from ..graphs.plan import plan_captures
 from ..workers.kv_sizing import GRAPH_BYTES
 from ..workers.model_spec import AttentionShape, ModelSpec
@@ -75,12 +76,12 @@ def memory_need(config: PoolConfig, rank_config: RankConfig) -> MemoryNeed | Non
     for buffer in planned_buffers(rank_config):
         cache = "kv_cache" if buffer.name.endswith("KV cache") else "buffers"
         parts["weights" if buffer.name in ("dense weights", "experts") else cache] += buffer.num_bytes
-    # On GPUs only decode steps have graphs; see `workers.flashinfer_attention`.
-    decode = [entry for entry in plan_captures(rank_config.limits).entries if entry.kind == "decode"]
+    kinds = PLANNED_ON_GPUS if config.worker.attention == "auto" else ("decode",)
+    graphs = [entry for entry in plan_captures(rank_config.limits).entries if entry.kind in kinds]
     return MemoryNeed(
         **parts,
         largest_step=largest_step_bytes(rank_config),
-        graphs=len(decode) * GRAPH_BYTES,
+        graphs=len(graphs) * GRAPH_BYTES,
         gpu_memory=config.placement.gpu_memory_bytes,
         utilization=rank_config.gpu_memory_utilization or 1.0,
     )

@@ -47,6 +47,10 @@ KINDS: dict[str, GraphKind] = {
 }
 
 
+# Kinds whose attention FlashInfer's wrappers are planned for; others have no graphs on GPUs.
+PLANNED_ON_GPUS: tuple[KindName, ...] = ("decode", "piecewise")
+
+
 def configured_kinds(limits: Limits) -> list[tuple[GraphKind, int]]:
     """The kinds for which these limits ask for graphs, with their tokens per request; the same on every rank."""
     if limits.disable_cuda_graph:

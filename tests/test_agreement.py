@@ -17,7 +17,6 @@ from expert_pool.graphs.plan import CaptureEntry, CapturePlan, plan_captures
 from expert_pool.graphs.record import differences
 from expert_pool.graphs.runner import FrozenFacts
 from expert_pool.workers.agreement import (
-    EAGER_MIXED,
     EAGER_NO_GRAPHS,
     EAGER_TOO_LARGE,
     Proposal,
@@ -104,7 +103,9 @@ def test_h2_a_graph_is_looked_up_by_the_largest_count_never_by_the_sum(counts):
 @pytest.mark.parametrize(
     ("kinds", "counts", "graphs", "expected"),
     [
-        ((PREFILL, DECODE), (8, 1), GRAPHS, EAGER_MIXED),
+        ((PREFILL, DECODE), (8, 1), GRAPHS, CaptureEntry("piecewise", 16)),
+        ((DECODE, PREFILL, IDLE), (20, 1, 0), GRAPHS, CaptureEntry("piecewise", 32)),
+        ((PREFILL, DECODE), (8, 65), GRAPHS, EAGER_TOO_LARGE),
         ((PREFILL, IDLE), (65, 0), GRAPHS, EAGER_TOO_LARGE),
         ((DECODE, IDLE), (1, 0), CapturePlan(()), EAGER_NO_GRAPHS),
         ((PREFILL, PREFILL), (1, 17), GRAPHS, CaptureEntry("piecewise", 32)),

@@ -14,7 +14,7 @@ from expert_pool.dispatch.geometry import StepGeometry
 from expert_pool.graphs.kinds import KINDS
 from expert_pool.graphs.plan import CaptureEntry, plan_captures
 from expert_pool.graphs.runner import GraphRunner
-from expert_pool.workers.agreement import EAGER_MIXED, EAGER_TOO_LARGE
+from expert_pool.workers.agreement import EAGER_TOO_LARGE
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.inputs import StepInputs, dummy, pack
 from expert_pool.workers.kv_cache import PADDING_BLOCK
@@ -268,10 +268,7 @@ def plain_gangs(random_models: dict[str, str]) -> Iterator[dict[int, RankGang]]:
 
 
 def expected_graph(counts: tuple[int, ...], kinds: tuple[str, ...]) -> tuple[CaptureEntry | None, str | None]:
-    busy = set(kinds) - {"IDLE"}
-    if len(busy) > 1:
-        return None, EAGER_MIXED
-    kind = {"DECODE": "decode", "PREFILL": "piecewise"}[busy.pop()]
+    kind = "piecewise" if "PREFILL" in kinds else "decode"
     buckets = (1, 2, 4, 5) if kind == "decode" else (16, 32)
     fitting = [bucket for bucket in buckets if bucket >= max(counts)]
     return (CaptureEntry(kind, fitting[0]), None) if fitting else (None, EAGER_TOO_LARGE)
@@ -367,7 +364,7 @@ def test_tokens_are_the_same_with_graphs_and_without(ranks, attn_tp_size, dispat
             else:
                 assert all(step.graph is not None for step in small)
                 assert sum(count for entry, count in replays.items() if entry.kind == "decode") == len(small)
-                assert set(eager) <= {EAGER_MIXED, EAGER_TOO_LARGE}
+                assert set(eager) <= {EAGER_TOO_LARGE}
     assert tokens[False] == tokens[True]
     prompts = [p for by_iteration in arrivals for _, batch in sorted(by_iteration.items()) for p in batch]
     assert sorted(tokens[False]) == list(range(len(prompts)))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from expert_pool.cluster import Limits, PoolConfig
 from expert_pool.graphs.plan import CapturePlan
-from expert_pool.workers.agreement import EAGER_MIXED, EAGER_NO_GRAPHS
+from expert_pool.workers.agreement import EAGER_NO_GRAPHS
 from expert_pool.workers.engine import RankEngine
 from models import FAMILIES, VOCAB_SIZE
 from plain_ranks import RankGang
@@ -71,13 +71,12 @@ def test_greedy_tokens_equal_transformers(family, ranks, attn_tp_size, dispatch,
         replays = Counter()
         for use in with_graphs.report.graphs:
             replays[use.entry.kind] += use.replays
-        reasons = dict(with_graphs.report.eager_steps)
         assert len(decodes) > 0
         assert replays["piecewise"] > 0
         assert replays["decode"] == len(decodes)
         assert all(step.graph is not None and step.graph.bucket >= max(step.num_tokens) for step in decodes)
-        assert set(reasons) <= {EAGER_MIXED}
-        assert replays["decode"] + replays["piecewise"] + sum(reasons.values()) == len(with_graphs.steps)
+        assert not with_graphs.report.eager_steps
+        assert replays["decode"] + replays["piecewise"] == len(with_graphs.steps)
         assert without.report.replays == 0
-        assert {step.eager_reason for step in without.steps} <= {EAGER_MIXED, EAGER_NO_GRAPHS}
+        assert {step.eager_reason for step in without.steps} == {EAGER_NO_GRAPHS}
         assert all(step.graph is None for step in without.steps)

@@ -28,10 +28,8 @@ from .rank_config import RankConfig
 from .scheduler import BatchKind
 
 _BATCH_KINDS = {kind.value: kind for kind in BatchKind}
-_GRAPH_KIND = {BatchKind.DECODE: "decode", BatchKind.PREFILL: "piecewise"}
 
 EAGER_NO_GRAPHS = "no graph of this kind"
-EAGER_MIXED = "some ranks prefill while others decode"
 EAGER_TOO_LARGE = "larger than the largest graph"
 
 
@@ -173,16 +171,14 @@ def choose_graph(
     """The one graph that all ranks replay, or why all run eagerly.
 
     It is looked up by the largest count of any rank, not by their sum: every rank, an idle one too, pads to its bucket.
+    A rank that decodes beside one that prefills replays the prefill graph too, with one token a request.
 
     Args:
         kinds: what each DP rank wants to run; at least one is not idle.
         num_tokens_per_dp_rank: tokens of each, 0 when idle.
         graphs: the committed graphs, equal on every rank.
     """
-    busy = {kind for kind in kinds if kind is not BatchKind.IDLE}
-    if len(busy) > 1:
-        return None, EAGER_MIXED
-    name, largest = _GRAPH_KIND[busy.pop()], max(num_tokens_per_dp_rank)
+    name, largest = "piecewise" if BatchKind.PREFILL in kinds else "decode", max(num_tokens_per_dp_rank)
     candidates = [entry for entry in graphs.entries if entry.kind == name]
     if not candidates:
         return None, EAGER_NO_GRAPHS

@@ -311,6 +311,7 @@ class RankEngine:
         return FlashInferAttention(
             cache,
             spec.attention,
+            config.limits.max_running_requests,
             max_pages + config.limits.max_requests_per_step + config.layout.attn_tp_size,
             getattr(torch, spec.dtype),
             config.worker.prefill_backend,

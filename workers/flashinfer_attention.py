@@ -1,7 +1,7 @@
-"""FlashInfer's paged attention on GPUs: prefill wrappers for eager steps, decode wrappers inside CUDA graphs.
+"""FlashInfer's paged attention on GPUs: prefill wrappers for eager steps and prefill graphs, decode wrappers in others.
 
 Layers with attention sinks, and layers whose keys and values differ in width, have no decode wrapper of their own:
-their graphs record the prefill wrapper with one row a request, with the `fa2` kernels, as their eager steps run.
+their decode graphs record the prefill wrapper too, with one row a request. Graphs run its `fa2` kernels.
 
 A wrapper is planned on the host, from lengths that the host has anyway, before the step runs; inside the step its
 kernel only reads what was planned. So a graph records the kernel, and a plan for the same wrapper precedes a replay.
@@ -17,6 +17,7 @@ import numpy.typing
 import torch
 
 from ..dispatch.geometry import pad_to_ranks
+from ..graphs.kinds import PLANNED_ON_GPUS
 from ..graphs.plan import CaptureEntry
 from .attention import layer_index
 from .inputs import StepInputs
@@ -65,6 +66,25 @@ def sink_options(shape: AttentionShape, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
+def partial_bytes(shape: AttentionShape, num_rows: int, num_requests: int, num_ctas: int) -> int:
+    """Memory for partial results of a graph that runs the prefill kernels and splits long contexts.
+
+    FlashInfer takes it from a wrapper's workspace, for the most tiles that any batch of the graph can have
+    (`PrefillPlan` in its scheduler.cuh).
+
+    Args:
+        shape: of the layer.
+        num_rows: of the graph.
+        num_requests: of the graph, those without rows included.
+        num_ctas: thread blocks that the GPU holds at once, as FlashInfer counts them.
+    """
+    group = shape.num_heads // shape.num_kv_heads
+    longest = (num_rows - num_requests + 1) * group
+    tile = 128 if longest > 64 and shape.value_dim < 256 else 64 if longest > 16 else 16
+    tiles = max(num_ctas // shape.num_kv_heads, -(-num_rows * group // tile) + num_requests - 1)
+    return -(-tiles * tile // group) * shape.num_heads * (shape.value_dim + 1) * 4
+
+
 IntArray = numpy.typing.NDArray[numpy.int64]
 _Pages = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """A page table in FlashInfer's form: offsets (host), page numbers (device), tokens in each last page (host)."""
@@ -76,7 +96,7 @@ class _Group:
     def __init__(self, shape: AttentionShape):
         self.shape = shape
         self.eager: Any = None
-        self.graphs: dict[int, Any] = {}
+        self.graphs: dict[CaptureEntry, Any] = {}
 
 
 class FlashInferAttention:
@@ -85,6 +105,7 @@ class FlashInferAttention:
     Args:
         cache: keys and values; a page of FlashInfer is a block of the cache.
         shapes: of each layer.
+        max_requests: in a prefill step, at most.
         max_pages: pages of all requests of a step together, at most.
         dtype: of queries, keys and values.
         prefill_backend: FlashInfer's name of the kernels for eager steps.
@@ -96,6 +117,7 @@ class FlashInferAttention:
         self,
         cache: KvCache,
         shapes: tuple[AttentionShape, ...],
+        max_requests: int,
         max_pages: int,
         dtype: torch.dtype,
         prefill_backend: str,
@@ -110,7 +132,10 @@ class FlashInferAttention:
         self._prefill_backend = prefill_backend
         self._attn_tp_size = attn_tp_size
         self._device = device
+        self._max_requests = max_requests
         self._max_pages = max_pages
+        # Two a multiprocessor, as FlashInfer's scheduler has it.
+        self._num_ctas = 2 * torch.cuda.get_device_properties(device).multi_processor_count
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._planned = torch.cuda.Event()
         self._groups: dict[AttentionShape, _Group] = {shape: _Group(shape) for shape in shapes}
@@ -118,43 +143,55 @@ class FlashInferAttention:
 
     def refusal(self, entry: CaptureEntry) -> str | None:
         """Why a kind of step has no graph with this attention; `None` where it has."""
-        if entry.kind == "decode":
+        if entry.kind in PLANNED_ON_GPUS:
             return None
         return f"records no {entry.kind} graphs on GPUs: their attention is not planned for graphs yet"
 
     def graph_bytes(self, entries: Sequence[CaptureEntry]) -> int:
         """One wrapper a graph and kind of layer."""
-        return len(entries) * len(self._groups) * (_WRAPPER_BYTES + 4 * self._max_pages)
+        pages = sum(self._max_pages + self._pages_of_padding(entry.num_tokens) for entry in entries)
+        return len(self._groups) * (len(entries) * _WRAPPER_BYTES + 4 * pages)
 
     def prepare(self, entry: CaptureEntry, values: Mapping[str, torch.Tensor]) -> None:
-        """Plan the wrappers of a decode graph for the batch that the next run of it gets.
+        """Plan the wrappers of a graph for the batch that the next run of it gets.
 
         Args:
             entry: which graph.
-            values: this rank's inputs before padding; host tensors. Requests that are missing get the padding block.
+            values: this rank's inputs before padding; host tensors. Requests that are missing get the padding block; in
+                a decode graph a row too, which attends to it, in a prefill graph none. None at all, before a recording:
+                of a prefill graph one request of padding has all rows, since FlashInfer runs no fewer than it planned
+                for, and takes the rows of its first plan for the most there will be.
         """
         num_rows = pad_to_ranks(entry.num_tokens, self._attn_tp_size)
-        lengths, tables = numpy.zeros(0, numpy.int64), numpy.zeros((0, 1), numpy.int64)
-        if "context_lens" in values:
-            lengths, tables = values["context_lens"].numpy() + 1, values["block_tables"].numpy()
+        num_requests = num_rows if entry.kind == "decode" else min(entry.bucket, self._max_requests)
+        query_lens = context_lens = numpy.zeros(0, numpy.int64)
+        tables = numpy.zeros((0, 1), numpy.int64)
+        if "query_lens" in values:
+            query_lens, context_lens = values["query_lens"].numpy(), values["context_lens"].numpy()
+            tables = values["block_tables"].numpy()
+        elif entry.kind == "piecewise":
+            query_lens, context_lens = numpy.array([num_rows]), numpy.array([0])
+            tables = numpy.full((1, self._pages_of_padding(num_rows)), PADDING_BLOCK)
+        num_missing = num_requests - len(query_lens)
+        missing = numpy.full(num_missing, int(entry.kind == "decode"))
         self._wait_for_last_plan()
-        pages = self._pages(lengths, tables, num_rows - len(lengths))
-        queries = torch.arange(num_rows + 1, dtype=torch.int32)
+        pages = self._pages(context_lens + query_lens, tables, num_missing)
+        queries = _offsets(numpy.concatenate([query_lens, missing]))
         for group in self._groups.values():
-            if entry.bucket not in group.graphs:
-                group.graphs[entry.bucket] = self._graph_wrapper(group.shape, num_rows)
-            wrapper = group.graphs[entry.bucket]
-            if has_decode_wrapper(group.shape):
+            if entry not in group.graphs:
+                group.graphs[entry] = self._graph_wrapper(entry, group.shape, num_rows, num_requests)
+            wrapper = group.graphs[entry]
+            if _runs_decode_kernels(entry, group.shape):
                 self._plan_decode(wrapper, group.shape, pages)
             else:
-                self._plan_prefill(wrapper, group.shape, queries, pages)
+                self._plan_graph_prefill(wrapper, group.shape, num_rows, queries, pages)
         self._planned.record()
 
     def batch(self, inputs: StepInputs, entry: CaptureEntry | None, slots_T: torch.Tensor) -> "FlashInferBatch":
         """What the attention layers of one step call; plans eager steps here."""
         if entry is not None:
-            wrappers = [group.graphs[entry.bucket] for group in self._group_of_layer]
-            return FlashInferBatch(self._cache, slots_T, wrappers)  # planned by `prepare`
+            wrappers = [group.graphs[entry] for group in self._group_of_layer]  # planned by `prepare`
+            return FlashInferBatch(self._cache, slots_T, wrappers, has_rows_of_none=entry.kind == "piecewise")
         lens = inputs.query_lens.tolist()
         if not lens:
             return FlashInferBatch(self._cache, slots_T, None)
@@ -169,7 +206,16 @@ class FlashInferAttention:
         self._planned.record()
         return FlashInferBatch(self._cache, slots_T, [group.eager for group in self._group_of_layer])
 
-    def _plan_prefill(self, wrapper: Any, shape: AttentionShape, queries: torch.Tensor, pages: _Pages) -> None:
+    def _plan_graph_prefill(
+        self, wrapper: Any, shape: AttentionShape, num_rows: int, queries: torch.Tensor, pages: _Pages
+    ) -> None:
+        """Always the same launch, whatever the batch: only what the kernel reads differs."""
+        needed = partial_bytes(shape, num_rows, len(queries) - 1, self._num_ctas)
+        self._plan_prefill(wrapper, shape, queries, pages, disable_split_kv=needed > _WORKSPACE_BYTES)
+
+    def _plan_prefill(
+        self, wrapper: Any, shape: AttentionShape, queries: torch.Tensor, pages: _Pages, **options: Any
+    ) -> None:
         wrapper.plan(
             queries,
             *pages,
@@ -183,6 +229,7 @@ class FlashInferAttention:
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
             sm_scale=shape.scaling,
+            **options,
         )
 
     def _plan_decode(self, wrapper: Any, shape: AttentionShape, pages: _Pages) -> None:
@@ -223,14 +270,19 @@ class FlashInferAttention:
         on_device = torch.from_numpy(indices).pin_memory().to(self._device, non_blocking=True)
         return _offsets(numpy.concatenate([counts, ones])), on_device, torch.from_numpy(last)
 
-    def _graph_wrapper(self, shape: AttentionShape, num_rows: int) -> Any:
-        """A wrapper whose buffers never move, for one bucket."""
+    def _pages_of_padding(self, num_rows: int) -> int:
+        """Of a request that has all rows of a graph."""
+        return -(-num_rows // self._cache.block_size)
+
+    def _graph_wrapper(self, entry: CaptureEntry, shape: AttentionShape, num_rows: int, num_requests: int) -> Any:
+        """A wrapper whose buffers never move, for one graph."""
 
         def zeros(length: int) -> torch.Tensor:
             return torch.zeros(length, dtype=torch.int32, device=self._device)
 
-        indptr, indices, last = zeros(num_rows + 1), zeros(self._max_pages), zeros(num_rows) + 1
-        if has_decode_wrapper(shape):
+        max_pages = self._max_pages + self._pages_of_padding(num_rows)
+        indptr, indices, last = zeros(num_requests + 1), zeros(max_pages), zeros(num_requests) + 1
+        if _runs_decode_kernels(entry, shape):
             return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 self._workspace,
                 "NHD",
@@ -244,7 +296,7 @@ class FlashInferAttention:
             shape,
             backend="fa2",
             use_cuda_graph=True,
-            qo_indptr_buf=zeros(num_rows + 1),
+            qo_indptr_buf=zeros(num_requests + 1),
             paged_kv_indptr_buf=indptr,
             paged_kv_indices_buf=indices,
             paged_kv_last_page_len_buf=last,
@@ -268,12 +320,16 @@ class FlashInferBatch:
         cache: keys and values.
         slots_T: slot of each row's key and value.
         wrappers: planned, one a layer; `None` where no row attends to anything (an idle rank's dummy step).
+        has_rows_of_none: whether there may be rows, behind the others, that are no request's; they come out as zero.
     """
 
-    def __init__(self, cache: KvCache, slots_T: torch.Tensor, wrappers: list[Any] | None):
+    def __init__(
+        self, cache: KvCache, slots_T: torch.Tensor, wrappers: list[Any] | None, has_rows_of_none: bool = False
+    ):
         self._cache = cache
         self._slots_T = slots_T
         self._wrappers = wrappers
+        self._has_rows_of_none = has_rows_of_none
 
     def attend(
         self,
@@ -293,7 +349,13 @@ class FlashInferBatch:
         # The kernel of a layer with sinks takes them, and the scale, where it runs rather than where it is planned.
         of_sinks = () if sinks is None else (sinks.float(), scaling)
         query_THD = query[0].transpose(0, 1).contiguous()
-        return self._wrappers[layer].run(query_THD, self._cache.pages(layer), *of_sinks).unsqueeze(0)
+        # The kernel writes the rows of requests alone.
+        out_THD = query_THD.new_zeros(*query_THD.shape[:2], value.shape[3]) if self._has_rows_of_none else None
+        return self._wrappers[layer].run(query_THD, self._cache.pages(layer), *of_sinks, out=out_THD).unsqueeze(0)
+
+
+def _runs_decode_kernels(entry: CaptureEntry, shape: AttentionShape) -> bool:
+    return entry.kind == "decode" and has_decode_wrapper(shape)
 
 
 def _offsets(counts: IntArray) -> torch.Tensor:

@@ -72,6 +72,8 @@ def _attention_specs(config: RankConfig) -> Iterator[tuple[str, Any]]:
                 yield "decode attention", _prefill_spec("fa2", shape, dtype)
             else:
                 yield "decode attention", _decode_spec(shape, dtype)
+            if config.limits.piecewise_tokens:
+                yield "attention of prefill graphs", _prefill_spec("fa2", shape, dtype)
 
 
 def _eager_backend(config: RankConfig, shape: AttentionShape, dtype: torch.dtype) -> str:

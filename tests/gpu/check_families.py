@@ -4,9 +4,10 @@
     python tests/gpu/check_families.py --margins --device cpu Transformers alone: what the checkpoints can show
 
 Two plain processes a model, each with one GPU, run the engine that a pool's ranks run, without Ray: all but the last
-tokens of each sequence are prefilled eagerly, several sequences a step, and the last ones are decoded by replaying a
-graph, each step given the sequence's own next token. Transformers runs the same sequences in the same dtype, and in
-float32. All processes start at once, so that kernels compile side by side; models then take turns as they are ready.
+tokens of each sequence are prefilled, several sequences a step, eagerly and then by replaying graphs in two chunks, and
+the last ones are decoded by replaying a graph, each step given the sequence's own next token. Transformers runs the
+same sequences in the same dtype, and in float32. All processes start at once, so that kernels compile side by side;
+models then take turns as they are ready.
 
 The five random families are those of `routed_models`, whose routing has a margin; with `--plain` they are plain random
 models, in which two to six of a hundred positions are routed to other experts by any rounding. A tie of the router
@@ -83,7 +84,6 @@ def rank_config(path: str, dispatch: str, attention: str, device: str) -> Any:
             chunked_prefill_size=STEP_TOKENS,
             max_running_requests=REPLAYED_BATCH,
             cuda_graph_bs=(1, REPLAYED_BATCH),
-            disable_piecewise_cuda_graph=True,
         ),
         cache=CacheConfig(num_tokens=16384),
         worker=WorkerConfig(device=device, attention=attention, step_timeout_s=120),
@@ -126,9 +126,12 @@ def run_all(started: list[Any], held_against: dict[str, Any], deadline: float, s
                 model = ranks.name.partition(",")[0]
                 if model not in held_against:
                     raise RuntimeError("nothing to compare with")
-                count = sum(len(logits) for logits, _ in by_rank)
+                count = sum(len(found["all"][0]) for found in by_rank)
                 places = [divmod(index, len(by_rank)) for index in range(count)]
-                ours = Reference(*([by_rank[rank][part][row] for row, rank in places] for part in (0, 1)))
+                ours = {
+                    name: Reference(*([by_rank[rank][name][part][row] for row, rank in places] for part in (0, 1)))
+                    for name in by_rank[0]
+                }
                 new = compare(ranks.name, ours, *held_against[model])
                 say(f"{ranks.name}: {ranks.said[0][1]}")
                 for row in new:

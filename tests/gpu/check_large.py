@@ -8,7 +8,8 @@ The last finds typos on a CPU. All pools share one Ray session. `pool` is the st
 number of ranks. `plain` runs the ranks of the first as plain processes without Ray: the same step loop, and its graphs
 replayed back to back on constant inputs of several steps. All are the same code on the same prompts, so pool/bare is
 what Ray, scheduling, agreement and packing cost. `auto` lets the pool of the last number of ranks measure which way to
-the experts to take, with `worker.expert_load`; then it records its graphs anew without counting.
+the experts to take, with `worker.expert_load`; then it records its graphs anew without counting. `prefill` generates
+from long prompts in a pool with prefill graphs, which then records its graphs anew without them.
 """
 
 import tempfile
@@ -34,7 +35,8 @@ from expert_pool.cluster.validation import validate
 from expert_pool.dispatch.tuning import Tuning
 from expert_pool.workers.model_spec import ModelSpec
 from harness import begin_session, end_after, in_time, save_config, say
-from large_insides import counting_problems, stop_counting
+from large_insides import counting_problems, refuse_prefill_graphs, stop_counting
+from large_prefill import PROMPTS, PrefillRates, longest_request, measure_prefill, show_prefill
 from large_tables import PoolStep, show_bare, show_counting, show_scaling, show_steps
 from plain_loop import PROMPT_TOKENS, Measured, PlainRanks, dealt, prompts
 from step_times import traced_steps
@@ -49,12 +51,13 @@ TINY = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
-PARTS = ("pool", "plain", "auto")
+PARTS = ("pool", "plain", "auto", "prefill")
 
 pools: dict[int, dict[int, PoolStep]] = {}
 plain: list[Measured] = []
 auto: dict[int, PoolStep] = {}
 auto_uncounted: dict[int, PoolStep] = {}
+prefill: list[PrefillRates] = []
 notes: list[str] = []
 session: list[Any] = []
 
@@ -69,6 +72,8 @@ def pool_config(folder: str, ranks: int, options: dict[str, Any], **others: Any)
     on_gpu = options["device"] == "cuda"
     chosen = {name: options[name] for name in ("dispatch", "experts", "quantisation")} | others
     expert_load = chosen.pop("expert_load", False)
+    tokens = chosen.pop("tokens", tokens)
+    no_prefill_graphs = not chosen.pop("prefill_graphs", False)
     return PoolConfig(
         model=folder,
         ranks=ranks,
@@ -79,7 +84,7 @@ def pool_config(folder: str, ranks: int, options: dict[str, Any], **others: Any)
             chunked_prefill_size=2048,
             max_running_requests=most,
             cuda_graph_bs=tuple(sorted({bucket for bucket in options["buckets"] if bucket < most} | {most})),
-            disable_piecewise_cuda_graph=True,
+            disable_piecewise_cuda_graph=no_prefill_graphs,
             max_dispatch_tokens_per_rank=options["capacity"],
         ),
         cache=CacheConfig(num_tokens=most * (tokens + 32) + 4096),
@@ -206,6 +211,23 @@ def measure_auto(folder: str, options: dict[str, Any]) -> None:
         note(f"auto, eager steps: {dict(pool.status().graphs[0].eager_steps)}")
 
 
+def measure_prefills(folder: str, options: dict[str, Any]) -> None:
+    options = options | {"requests": [PROMPTS], "buckets": [1, 4, 16, PROMPTS]}
+    config = pool_config(
+        folder, options["ranks"][-1], options, tokens=longest_request(options["tiny"]), prefill_graphs=True
+    )
+    with launched(config, options) as pool:
+        prefill.append(measure_prefill(pool, options["tiny"]))
+        say(f"  with graphs: {prefill[-1]}")
+        ray.get([actor.__ray_call__.remote(_refuse_prefill_graphs) for actor in actors_of(pool)], timeout=60)
+        ray.get(pool._driver.recapture.remote(), timeout=120)
+        prefill.append(measure_prefill(pool, options["tiny"]))
+
+
+def _refuse_prefill_graphs(actor: Any) -> None:
+    refuse_prefill_graphs(actor._engine)
+
+
 def check_counting(pool: ExpertPool, options: dict[str, Any]) -> None:
     layout, new_tokens = pool.rank_config.layout, options["new_tokens"]
     leaders = [actors_of(pool)[layout.leader(dp_rank)] for dp_rank in range(layout.dp_size)]
@@ -240,6 +262,7 @@ def report(spec: ModelSpec, options: dict[str, Any]) -> None:
     last = options["ranks"][-1]
     show_steps("ways to the experts as measured, experts counted", spec, {last: auto}, options["new_tokens"])
     show_counting(auto, auto_uncounted)
+    show_prefill(*[*prefill, None, None][:2])
     for line in notes:
         click.echo(line)
 
@@ -283,6 +306,8 @@ def main(**options: Any) -> None:
             attempt("plain ranks", measure_plain_alone, folder, options)
         if "auto" in options["part"]:
             attempt("auto", measure_auto, folder, options)
+        if "prefill" in options["part"]:
+            attempt("prefill", measure_prefills, folder, options)
         report(spec, options)
     ray.shutdown()
     raise SystemExit(any("FAILED" in line for line in notes))

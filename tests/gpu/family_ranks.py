@@ -5,7 +5,7 @@ import os
 import tempfile
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +21,26 @@ def step_inputs(pieces: list[tuple[list[int], int, int]], blocks: list[list[int]
     from expert_pool.workers.inputs import StepInputs
     from expert_pool.workers.kv_cache import PADDING_BLOCK
 
-    lens = torch.tensor([end - start for _, start, end in pieces])
+    lens = torch.tensor([end - start for _, start, end in pieces], dtype=torch.int64)
     positions = [position for _, start, end in pieces for position in range(start, end)]
     slots = [
         table[position // block_size] * block_size + position % block_size
         for (_, start, end), table in zip(pieces, blocks, strict=True)
         for position in range(start, end)
     ]
-    widest = max(len(table) for table in blocks)
+    widest = max((len(table) for table in blocks), default=0)
+    input_ids = [token for tokens, start, end in pieces for token in tokens[start:end]]
     return StepInputs(
-        input_ids=torch.tensor([token for tokens, start, end in pieces for token in tokens[start:end]]),
-        positions=torch.tensor(positions),
-        slots=torch.tensor(slots),
+        input_ids=torch.tensor(input_ids, dtype=torch.int64),
+        positions=torch.tensor(positions, dtype=torch.int64),
+        slots=torch.tensor(slots, dtype=torch.int64),
         due_rows=torch.arange(len(positions)),
         query_starts=lens.cumsum(0) - lens,
         query_lens=lens,
-        context_lens=torch.tensor([start for _, start, _ in pieces]),
-        block_tables=torch.tensor([table + [PADDING_BLOCK] * (widest - len(table)) for table in blocks]),
+        context_lens=torch.tensor([start for _, start, _ in pieces], dtype=torch.int64),
+        block_tables=torch.tensor(
+            [table + [PADDING_BLOCK] * (widest - len(table)) for table in blocks], dtype=torch.int64
+        ).view(len(blocks), widest),
         num_valid_tokens=torch.tensor([len(positions)], dtype=torch.int32),
     )
 
@@ -109,13 +112,16 @@ def record_what_can_be(engine: Any, routing: Routing) -> tuple[Any, list[str]]:
     return plan, reasons
 
 
-@torch.inference_mode()
-def logits_of(
-    engine: Any, batches: list[list[list[int]]], routing: Routing
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Of each of this rank's sequences, `[length, V]` float32 logits and `[length, layers x top-k]` experts.
+Found = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Of each of a rank's sequences, `[length, V]` float32 logits and `[length, layers x top-k]` experts."""
 
-    Collective over all ranks.
+
+@torch.inference_mode()
+def logits_of(engine: Any, batches: list[list[list[int]]], routing: Routing) -> dict[str, Found]:
+    """Of each of this rank's sequences, all positions: prefilled eagerly, the last ones decoded in a graph.
+
+    Before they are decoded all are prefilled again by replaying graphs, in two chunks, whose keys and values the decode
+    steps read; of the second chunk the logits of its last row are `prefill graphs`. Collective over all ranks.
     """
     from expert_pool.dispatch.geometry import StepGeometry
     from expert_pool.workers.inputs import dummy
@@ -146,8 +152,8 @@ def logits_of(
         for kept, found in ((logits, rows), (experts, routing.of_step())):
             for index, part in zip(mine, found.split(lengths) if mine else (), strict=True):
                 kept[index].append(part)
-    decode = [entry for entry in engine.graphs.committed.entries if entry.kind == "decode"]
-    entry = min((entry for entry in decode if entry.bucket >= len(batch)), key=lambda entry: entry.bucket)
+    graphed = replay_prefill(engine, batches, tables, routing)
+    entry = smallest_graph(engine, "decode", len(batch))
     for back in range(DECODED, 0, -1):
         pieces = [(tokens, len(tokens) - back, len(tokens) - back + 1) for tokens in batch]
         values = step_inputs(pieces, tables, config.block_size).values()
@@ -156,7 +162,45 @@ def logits_of(
         for kept, found in ((logits, rows), (experts, routing.of_replay(entry))):
             for index in range(len(batch)):
                 kept[index].append(found[index : index + 1])
-    return [torch.cat(parts) for parts in logits], [torch.cat(parts) for parts in experts]
+    whole = [torch.cat(parts) for parts in logits], [torch.cat(parts) for parts in experts]
+    return {"all": whole, "prefill graphs": graphed}
+
+
+def smallest_graph(engine: Any, kind: str, count: int) -> Any:
+    fitting = [entry for entry in engine.graphs.committed.entries if entry.kind == kind and entry.bucket >= count]
+    return min(fitting, key=lambda entry: entry.bucket)
+
+
+def replay_prefill(engine: Any, batches: list[list[list[int]]], tables: list[list[int]], routing: Routing) -> Found:
+    """Logits and experts of the last prefilled position of each of this rank's sequences; collective."""
+    config, batch = engine.config, batches[engine.rank]
+    logits, experts = ([torch.empty(0)] * len(batch) for _ in range(2))
+    for is_second in (False, True):
+        by_rank = [[chunk_of(tokens, is_second) for tokens in one] for one in batches]
+        lengths = [[list(range(start, end)) for start, end in one] for one in by_rank]
+        groups = [prefill_groups(one, config.limits.chunked_prefill_size) for one in lengths]
+        for step in range(max(len(one) for one in groups)):
+            members = [one[step] if step < len(one) else [] for one in groups]
+            counts = [sum(len(lengths[rank][index]) for index in mine) for rank, mine in enumerate(members)]
+            entry, mine = smallest_graph(engine, "piecewise", max(counts)), members[engine.rank]
+            pieces = [(batch[index], *by_rank[engine.rank][index]) for index in mine]
+            inputs = step_inputs(pieces, [tables[index] for index in mine], config.block_size)
+            last_rows = inputs.query_lens.cumsum(0) - 1
+            values = replace(inputs, due_rows=last_rows).values()
+            routing.begin()
+            rows = engine.graphs.runners["piecewise"].replay(entry, values, len(mine)).float().cpu()
+            chosen = routing.of_replay(entry)
+            for place, index in enumerate(mine):
+                logits[index] = rows[place : place + 1]
+                experts[index] = chosen[last_rows[place] : last_rows[place] + 1]
+    return logits, experts
+
+
+def chunk_of(tokens: list[int], is_second: bool) -> tuple[int, int]:
+    """The tokens that are prefilled, in two chunks; one token alone is the first."""
+    end = len(tokens) - DECODED
+    middle = (end + 1) // 2
+    return (middle, end) if is_second and middle < end else (0, middle)
 
 
 def build_early(config: Any) -> None:
@@ -241,7 +285,7 @@ class Ranks:
             if self.said[rank][0] == "failed":
                 raise RuntimeError(self.said[rank][1])
 
-    def take_turn(self, deadline: float) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    def take_turn(self, deadline: float) -> list[dict[str, Found]]:
         """Logits and experts of each rank's sequences."""
         self.go.set()
         while not self.are_done:

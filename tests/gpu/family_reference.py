@@ -27,6 +27,10 @@ class Reference:
     logits: list[torch.Tensor]
     experts: list[torch.Tensor]
 
+    def picked(self, positions: slice) -> "Reference":
+        """The same of some positions of each sequence."""
+        return Reference([one[positions] for one in self.logits], [one[positions] for one in self.experts])
+
 
 def load(path: str, dtype: torch.dtype, device: str) -> Any:
     from transformers import AutoModelForCausalLM
@@ -81,17 +85,24 @@ def same_argmax(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((best - chosen <= TIE * best.abs()).float().mean())
 
 
-def compare(name: str, ours: Reference, half: Reference, full: Reference) -> list[tuple[str, ...]]:
-    """Rows of the table: one for what was prefilled, one for what was replayed."""
+PREFILLED, DECODED_ONES, LAST_PREFILLED = slice(None, -DECODED), slice(-DECODED, None), slice(-DECODED - 1, -DECODED)
+
+
+def compare(name: str, ours: dict[str, Reference], half: Reference, full: Reference) -> list[tuple[str, ...]]:
+    """Rows of the table: what was prefilled, the last of it in graphs, and what was decoded in graphs."""
     rows = []
-    for part, pick in (("prefill", slice(None, -DECODED)), ("replay", slice(-DECODED, None))):
-        logits = (ours.logits, half.logits, full.logits)
-        mine, theirs, exact = (torch.cat([one[pick] for one in each]) for each in logits)
-        elsewhere, own = _flips(ours, half, pick), _flips(half, full, pick)
+    parts = (("prefill", "all", PREFILLED), ("prefill graphs", "prefill graphs", LAST_PREFILLED))
+    for part, of, pick in (*parts, ("replay", "all", DECODED_ONES)):
+        own_half, own_full = half.picked(pick), full.picked(pick)
+        own_ours = ours[of] if pick == LAST_PREFILLED else ours[of].picked(pick)
+        mine, theirs, exact = (torch.cat(one.logits) for one in (own_ours, own_half, own_full))
+        elsewhere, own = _flips(own_ours, own_half), _flips(own_half, own_full)
         alike, error = ~elsewhere, relative(mine, theirs)
         overall, steady = (float((mine[of] - theirs[of]).norm() / theirs[of].norm()) for of in (slice(None), alike))
         same = same_argmax(mine, theirs)
-        good = steady <= RELATIVE_BOUND and same >= SAME_BOUND
+        # Of few positions one may differ, and those that are routed elsewhere say nothing of the others.
+        judged = same_argmax(mine[alike], theirs[alike]) if pick == LAST_PREFILLED else same
+        good = steady <= RELATIVE_BOUND and len(mine) * (1 - judged) <= max(1.0, len(mine) * (1 - SAME_BOUND))
         good = good and float(elsewhere.float().mean()) <= ELSEWHERE_BOUND * float(own.float().mean())
         rows.append(
             (
@@ -113,10 +124,9 @@ def compare(name: str, ours: Reference, half: Reference, full: Reference) -> lis
     return rows
 
 
-def _flips(half: Reference, full: Reference, pick: slice = slice(None)) -> torch.Tensor:
+def _flips(half: Reference, full: Reference) -> torch.Tensor:
     """Positions that go to other experts in some layer."""
-    pairs = zip(half.experts, full.experts, strict=True)
-    return torch.cat([(a[pick] != b[pick]).any(dim=1) for a, b in pairs])
+    return torch.cat([(a != b).any(dim=1) for a, b in zip(half.experts, full.experts, strict=True)])
 
 
 @contextmanager

@@ -15,6 +15,13 @@ def stop_counting(engine: RankEngine) -> None:
     target_of(engine)._exchange.load = None
 
 
+def refuse_prefill_graphs(engine: RankEngine) -> None:
+    """What is recorded from now on are no prefill graphs: those steps run eagerly."""
+    attention = target_of(engine).attention
+    refusal = attention.refusal
+    attention.refusal = lambda entry: "prefill graphs are off" if entry.kind == "piecewise" else refusal(entry)
+
+
 def totals(counts: ExpertCounts) -> list[int]:
     """Pairs counted in each layer."""
     numbers, sums, begin = array("q", counts.counts), [], 0

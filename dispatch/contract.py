@@ -111,7 +111,7 @@ class Dispatcher(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what all ranks have to give back together; collective over all ranks, none of which uses it."""
+        """Give back what it holds, where no rank uses it any more; waits for nobody, since some rank may have none."""
         ...
 
     def combine(self, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:

@@ -93,13 +93,18 @@ class FlashInferDispatcher:
                 invalid_expert_id=INVALID_EXPERT_ID,
             )
             options = NVLinkOneSidedConfig(timeout_sec=max(1, int(peer_timeout_s)))
-            self._links[key] = create_communication(bootstrap, params, options)
+            try:
+                self._links[key] = create_communication(bootstrap, params, options)
+            except BaseException:
+                # FlashInfer keeps workspaces by their layout: a rank that held one would not take part in the next try.
+                self.close()
+                raise
         # Of this rank's part of the workspaces, one of which links for rows of one format share; read in every step.
         workspaces = {link.workspace.data_ptr(): link.workspace for link in self._links.values()}
         self.num_bytes = sum(workspace[rank].nbytes for workspace in workspaces.values())
 
     def close(self) -> None:
-        """Give the workspaces back; collective over all ranks."""
+        """Give the workspaces back; what is still read through a view of one stays mapped until the view is gone."""
         for link in self._links.values():
             link.destroy()
         self._links.clear()

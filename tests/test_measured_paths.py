@@ -28,7 +28,7 @@ from expert_pool.workers.calibrate import calibrate
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.layer_timer import LayerTimer
 from expert_pool.workers.path_choice import PathChoice, Settled, moe_layers
-from expert_pool.workers.paths import loading_path, path_maker
+from expert_pool.workers.paths import loading_path, path_check, path_maker
 from plain_ranks import RankGang
 from rank_faults import OTHER_TABLE, other_table, replaced
 from rank_insides import path_of, run_script, target_of
@@ -38,7 +38,7 @@ MIXED = (TableRow(4, "alltoall+torch"), TableRow(16, "allgather+torch"))
 BUCKETS = (1, 4, 16)
 PROMPTS = [[5, 17, 42], [9, 9]]
 NEW_TOKENS = 8
-FAULTY_MEETING = 8
+FAULTY_MEETING = 10
 
 
 def config_of(model: str, tuning: Tuning) -> PoolConfig:
@@ -65,8 +65,9 @@ def choose_again(engine: RankEngine, **tuning: Any) -> Settled:
     target = target_of(engine)
     world = engine._collectives._groups["ep"]
     maker = path_maker(config, engine.rank, engine._collectives, world, engine._device)
-    choice = PathChoice(config, maker, HostGroup(engine._host_group, engine.rank), StaticReplayBackend())
-    return choice.settle(target.model, target._exchange)
+    hosts = HostGroup(engine._host_group, engine.rank)
+    check = path_check(config, hosts, target._exchange.path, engine._device)
+    return PathChoice(config, maker, hosts, StaticReplayBackend(), check).settle(target.model, target._exchange)
 
 
 def times(by_path: dict[str, tuple[float, ...]]) -> Callable[..., float]:

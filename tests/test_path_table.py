@@ -10,7 +10,6 @@ from expert_pool.cluster.config import configuration_problems, resolve, resolve_
 from expert_pool.dispatch.errors import ConfigError, GeometryError
 from expert_pool.dispatch.layout import Layout
 from expert_pool.dispatch.paths.choice import Measured, PathCost, choose
-from expert_pool.dispatch.paths.maker import _link_problem
 from expert_pool.dispatch.paths.table import PathName, PathTable, candidate_paths, measured_rows, shape_of
 from expert_pool.dispatch.tuning import TableRow, Tuning
 from expert_pool.workers.inspection import inspect_model
@@ -253,8 +252,3 @@ def test_widths_that_the_mega_kernel_does_not_take_are_refused_before_anything_s
 def test_a_mistyped_tuning_is_refused(settings, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config(None, {"model": "somewhere", "tuning": settings})
-
-
-def test_nvlinks_that_cannot_be_looked_at_are_a_reason_and_no_error_of_one_rank_alone():
-    """Where FlashInfer or its bindings of NVML are missing, as here: raised, it would end the start on all ranks."""
-    assert str(_link_problem()).startswith("its NVLinks cannot be looked at: ModuleNotFoundError: No module named ")

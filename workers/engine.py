@@ -40,7 +40,7 @@ from .kv_sizing import agree_on_blocks, graph_reserve, read_memory, run_largest_
 from .mailbox import Inbox, Outbox
 from .model import TargetModel
 from .path_choice import PathChoice
-from .paths import loading_path, path_maker
+from .paths import loading_path, path_check, path_maker
 from .random_weights import make_random_model
 from .rank_config import LoadReport, RankConfig
 from .rendezvous import wait_for_all
@@ -141,7 +141,8 @@ class RankEngine:
         own_experts = expert_bytes(model)
         dense_bytes = sum(parameter.nbytes for parameter in model.parameters()) - own_experts
         hosts = HostGroup(self._host_group, self.rank)
-        settled = PathChoice(self.config, maker, hosts, make_backend(self._device)).settle(model, exchange)
+        check = path_check(self.config, hosts, exchange.path, self._device)
+        settled = PathChoice(self.config, maker, hosts, make_backend(self._device), check).settle(model, exchange)
         exchange.path = path = settled.path
         facts = partial(frozen_facts, path)
         agreement = Agreement(self._host_group, layout)

@@ -25,11 +25,10 @@ from ..dispatch.paths.table_cache import TableCache, library_versions
 from ..dispatch.probe import Dropped, HostGroup, agree_on_refusals, attempt
 from ..dispatch.tuning import TableRow
 from ..graphs.backend import CaptureBackend
-from .calibrate import calibrate, num_calibrating
+from .calibrate import calibrate
 from .layer_timer import LayerTimer
 from .path_check import PathCheck
 from .rank_config import RankConfig
-from .sample_rows import SampleRows
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +54,18 @@ class PathChoice:
         maker: of paths.
         group: all ranks.
         backend: how steps are recorded here; records what is measured.
+        check: which a path that has just been built has to pass.
     """
 
-    def __init__(self, config: RankConfig, maker: PathMaker, group: HostGroup, backend: CaptureBackend):
+    def __init__(
+        self, config: RankConfig, maker: PathMaker, group: HostGroup, backend: CaptureBackend, check: PathCheck
+    ):
         self._config = config
         self._maker = maker
         self._group = group
         self._backend = backend
+        self._check = check
         self._dropped: dict[str, Dropped] = {}
-        self._check: PathCheck | None = None
 
     @torch.inference_mode(False)
     def settle(self, model: PreTrainedModel, exchange: MoeExchange) -> Settled:
@@ -84,21 +86,12 @@ class PathChoice:
         else:
             names = (PathName(config.dispatch, "nvfp4" if config.quantisation == "nvfp4" else config.experts),)
         self._probe(names, layers)
-        real_rows: dict[int, SampleRows] = {}
         if config.quantisation == "fp8" and any(str(name) not in self._dropped for name in names):
-            scales, real_rows = calibrate(config.spec, model, exchange, layers, self._group, self._maker.device)
+            scales, rows = calibrate(config.spec, model, exchange, layers, self._group, self._maker.device)
+            self._check.real_rows |= rows
             self._maker.kernels.scales |= {
                 id(layer.experts.module): pair for layer, pair in zip(layers, scales, strict=True)
             }
-        self._check = PathCheck(
-            config.layout,
-            self._group,
-            exchange.path,
-            num_calibrating(config.spec),
-            config.quantisation,
-            real_rows,
-            self._maker.device,
-        )
         if config.dispatch != "measured":
             paths = self._all_of(names, layers, f"dispatch={config.dispatch!r}")
             self._adopt(paths, layers)
@@ -208,6 +201,7 @@ class PathChoice:
             built = local if isinstance(local, Dropped) else self._attempt_whole(name, samples)
             if isinstance(built, Dropped):
                 self._dropped[str(name)] = built
+                self._maker.give_up_uneven(self._group)
             else:
                 paths[name] = built
         return paths
@@ -221,7 +215,6 @@ class PathChoice:
             path.adopt(layer.experts.module, layer.name, layer.num_experts, layer.top_k)
         path.prepare(self._group)
         if not name.is_plain:
-            assert self._check is not None, "settle makes it"
             for layer in samples:
                 self._check.require_right(path, layer, str(name))
         return path

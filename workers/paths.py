@@ -10,8 +10,10 @@ from ..dispatch.collectives import Collectives
 from ..dispatch.paths.maker import PathMaker
 from ..dispatch.paths.path import ExpertPath
 from ..dispatch.paths.table import PathName
-from .calibrate import CALIBRATION_TOKENS
+from ..dispatch.probe import HostGroup
+from .calibrate import CALIBRATION_TOKENS, num_calibrating
 from .exchange_sizes import budget_for, largest_pair_budget, row_formats
+from .path_check import PathCheck
 from .rank_config import RankConfig
 
 
@@ -40,3 +42,8 @@ def loading_path(config: RankConfig, maker: PathMaker) -> ExpertPath:
     budget = exchange_budget(config.limits, config.layout, row_formats(config.spec), capacity=CALIBRATION_TOKENS)
     kind = "allgather" if config.layout.world_size > 1 else "local"
     return replace(maker, budget=budget).make(PathName(kind, "torch"))
+
+
+def path_check(config: RankConfig, group: HostGroup, reference: ExpertPath, device: torch.device) -> PathCheck:
+    """What holds paths to the plain experts, which are `reference`: the `loading_path`."""
+    return PathCheck(config.layout, group, reference, num_calibrating(config.spec), config.quantisation, device)

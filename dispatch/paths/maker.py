@@ -80,7 +80,7 @@ class PathMaker:
         return PathCost({str(name): path.num_bytes}, name.weights)
 
     def refusal(self, name: PathName, layers: Sequence[MoeLayer], host_of_first: str) -> str | None:
-        """Why this rank cannot take the path, found without communicating.
+        """Why this rank cannot take the path, found without communicating; what it raises is a reason too.
 
         Args:
             name: of the path.
@@ -139,6 +139,15 @@ class PathMaker:
             if name.experts not in self._experts:
                 self._experts[name.experts] = self._backend(name.experts)
         return name.experts
+
+    def give_up_uneven(self, group: HostGroup) -> None:
+        """Give up dispatchers that some rank could not make; collective over all ranks, which are `group`.
+
+        The next path over one is then made by all ranks again: making one may take them all.
+        """
+        everywhere = set.intersection(*map(set, group.gather(list(self._dispatchers), list[str])))
+        for kind in [kind for kind in self._dispatchers if kind not in everywhere]:
+            self._dispatchers.pop(kind).close()
 
     def keep_only(self, names: Sequence[PathName], group: HostGroup) -> None:
         """Give up what none of these paths uses; collective over all ranks, which are `group`."""
@@ -256,11 +265,9 @@ def _peer_problem(device: torch.device) -> str | None:
 
 
 def _link_problem() -> str | None:
-    """What FlashInfer's all-to-all asks of the current GPU, which it says to its log alone."""
-    try:
-        from flashinfer.comm.mnnvl import MnnvlMemory
+    """What FlashInfer's all-to-all asks of the current GPU, which it says to its log alone; raises what NVML does."""
+    from flashinfer.comm.mnnvl import MnnvlMemory
 
-        is_linked = MnnvlMemory.supports_mnnvl()
-    except Exception as error:  # of NVML, which some containers hide or have no bindings of
-        return f"its NVLinks cannot be looked at: {type(error).__name__}: {error}"
-    return None if is_linked else "its GPU has no NVLink to peers, or not all are up (`nvidia-smi nvlink --status`)"
+    if MnnvlMemory.supports_mnnvl():
+        return None
+    return "its GPU has no NVLink to peers, or not all are up (`nvidia-smi nvlink --status`)"

@@ -11,12 +11,14 @@ from expert_pool.dispatch.experts.pair_budget import ExpertShape, pair_budget
 from expert_pool.dispatch.limits import Limits
 from expert_pool.dispatch.moe_layer import MoeLayer
 from expert_pool.dispatch.paths.choice import Measured, choose
-from expert_pool.dispatch.paths.maker import PathMaker, copy_bytes
-from expert_pool.dispatch.paths.path import ExpertPath
+from expert_pool.dispatch.paths.maker import PathMaker, copy_bytes, make_dispatcher, make_experts
+from expert_pool.dispatch.paths.path import DispatchedPath, ExpertPath
 from expert_pool.dispatch.paths.table import PathName, PathTable, candidate_paths, measured_rows
 from expert_pool.dispatch.probe import HostGroup
 from expert_pool.dispatch.tuning import Tuning
+from expert_pool.workers.calibrate import CALIBRATION_TOKENS
 from expert_pool.workers.graph_set import make_backend
+from expert_pool.workers.path_check import PathCheck
 from expert_pool.workers.path_choice import PathChoice
 from layer_setup import Layer
 
@@ -109,4 +111,8 @@ def auto(layer: Layer, tokens: tuple[int, ...], mega_capacities: tuple[int, ...]
     assert world.host_group is not None, f"{socket.gethostname()} has one rank: nothing to choose from"
     hosts = HostGroup(world.host_group, world.rank)
     with torch.inference_mode(False):
-        return KeepingChoice(config, maker, hosts, make_backend(world.device)).measure_all(layer.as_of_a_model, maker)
+        plain = make_dispatcher("allgather", world.collectives, world.rank, maker.budget, world.device)
+        reference = DispatchedPath(plain, make_experts("torch", None, world.device))
+        check = PathCheck(world.layout, hosts, reference, min(CALIBRATION_TOKENS, capacity), "none", world.device)
+        choice = KeepingChoice(config, maker, hosts, make_backend(world.device), check)
+        return choice.measure_all(layer.as_of_a_model, maker)

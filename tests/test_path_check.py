@@ -1,0 +1,179 @@
+"""A path that is built is held to the plain experts, and no rank that fails on the way keeps the others waiting."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import expert_pool.workers.layer_timer as layer_timer
+import expert_pool.workers.path_check as path_check
+import pytest
+import torch
+import torch.distributed as dist
+from expert_pool.cluster import CacheConfig, Limits, PoolConfig
+from expert_pool.dispatch.alltoall import AllToAllDispatcher
+from expert_pool.dispatch.budget import RowFormat
+from expert_pool.dispatch.collectives import Collectives
+from expert_pool.dispatch.contract import Dispatched, Dispatcher
+from expert_pool.dispatch.flashinfer_a2a import FlashInferDispatcher
+from expert_pool.dispatch.layout import Layout
+from expert_pool.dispatch.moe_layer import MoeLayer
+from expert_pool.dispatch.paths.maker import PathMaker
+from expert_pool.dispatch.tuning import TableRow, Tuning
+from expert_pool.workers.engine import RankEngine
+from expert_pool.workers.path_check import LARGEST_ERROR, relative_errors
+from plain_ranks import RankGang
+from rank_faults import replaced
+from test_capture_faults import WITHIN_S
+from test_measured_paths import choose_again
+
+LARGEST = 64
+
+
+@pytest.fixture(scope="module")
+def gang(random_models: dict[str, str]) -> Iterator[RankGang]:
+    config = PoolConfig(
+        model=random_models["qwen3_moe"],
+        ranks=2,
+        dispatch="measured",
+        limits=Limits(max_running_requests=4, cuda_graph_bs=(1, 4), chunked_prefill_size=LARGEST),
+        cache=CacheConfig(num_tokens=1024),
+        tuning=Tuning(table=(TableRow(LARGEST, "allgather+torch"),)),
+    )
+    with RankGang(config, graphs=False) as ranks:
+        yield ranks
+
+
+def rows_of(num_rows: int) -> torch.Tensor:
+    return torch.randn(num_rows, 256, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize("replacement", [0.0, -1.0])
+def test_one_wrong_row_of_many_is_beyond_what_any_format_rounds(replacement):
+    expected = rows_of(224)
+    found = expected.clone()
+    found[100] *= replacement
+    whole, of_one = relative_errors(found, expected)
+    assert whole < LARGEST_ERROR["fp8"]
+    assert all(of_one > path_check._OF_ONE_ROW * bound for bound in LARGEST_ERROR.values())
+
+
+def test_a_row_that_all_but_cancels_is_held_to_the_average():
+    expected = rows_of(64)
+    expected[3] *= 1e-4
+    noise = 0.01 * torch.randn(expected.shape, generator=torch.Generator().manual_seed(8))
+    assert max(relative_errors(expected + noise, expected)) < LARGEST_ERROR["none"]
+
+
+@pytest.mark.parametrize("not_finite", ["found", "expected"])
+def test_what_is_no_number_is_infinitely_far(not_finite):
+    found, expected = rows_of(8), rows_of(8)
+    (found if not_finite == "found" else expected)[2, 5] = float("nan")
+    assert relative_errors(found, expected) == (float("inf"),) * 2
+
+
+def test_no_rows_and_rows_that_are_zero_are_right():
+    assert relative_errors(rows_of(0), rows_of(0)) == (0.0, 0.0)
+    zeros = torch.zeros(3, 256)
+    assert relative_errors(zeros, zeros) == (0.0, 0.0)
+    assert relative_errors(zeros + 1, zeros) == (float("inf"),) * 2
+
+
+def with_a_row_wrong_on_one(engine: RankEngine, by: float) -> tuple[str, ...]:
+    combine = AllToAllDispatcher.combine
+
+    def one_row_off(dispatcher: AllToAllDispatcher, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        y_TH = combine(dispatcher, y_RH, dispatched).clone()
+        y_TH[0] *= 1 + by
+        return y_TH
+
+    with ExitStack() as faults:
+        if engine.rank == 0:
+            faults.enter_context(replaced(AllToAllDispatcher, "combine", one_row_off))
+        return choose_again(engine).lines
+
+
+def test_a_path_with_one_wrong_row_is_dropped_on_all(gang):
+    for lines in gang.call(with_a_row_wrong_on_one, 0.15):
+        assert any(
+            line.startswith("alltoall+torch dropped on all ranks: rank 0: ConfigError: on rank 0 it computes ")
+            and " with a relative error in one row of 0.1" in line
+            for line in lines
+        )
+
+
+def without_memory_for_rows(engine: RankEngine, user: ModuleType, faulty_rank: int) -> tuple[str, ...]:
+    """One rank fails where it makes its rows; what follows is an exchange."""
+
+    def no_memory(layer: MoeLayer, *_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with ExitStack() as faults:
+        if engine.rank == faulty_rank:
+            faults.enter_context(replaced(user, "random_rows", no_memory))
+        try:
+            return choose_again(engine).lines
+        except Exception as error:
+            return (str(error),)
+
+
+def without_memory_to_check(engine: RankEngine, faulty_rank: int) -> tuple[str, ...]:
+    return without_memory_for_rows(engine, path_check, faulty_rank)
+
+
+def without_memory_to_measure(engine: RankEngine, faulty_rank: int) -> tuple[str, ...]:
+    return without_memory_for_rows(engine, layer_timer, faulty_rank)
+
+
+@pytest.mark.parametrize("what", [without_memory_to_check, without_memory_to_measure])
+@pytest.mark.parametrize("faulty_rank", [0, 1])
+def test_a_rank_without_memory_for_its_rows_keeps_nobody_waiting(what, faulty_rank, gang):
+    for lines in gang.call(what, faulty_rank, deadline_s=WITHIN_S):
+        told = f"alltoall+torch dropped on all ranks: rank {faulty_rank}: RuntimeError: out of memory"
+        assert any(told in line for line in lines), lines
+
+
+def made_by_all_but_one(engine: RankEngine, file: str, faulty_rank: int) -> tuple[str, ...]:
+    """A dispatcher that all ranks make together fails on one of them at the end, and is tried once more."""
+    cached = choose_again(engine, cache=file, max_bytes=1 << 40).path.table.names
+    assert cached
+    make = PathMaker._dispatcher
+    tries = {"alltoall": 0, "allgather": 0}
+
+    def make_together(maker: PathMaker, kind: str) -> Dispatcher:
+        dist.barrier(maker.group)
+        tries[kind] += 1
+        if engine.rank == faulty_rank and tries[kind] == 1:
+            raise RuntimeError("out of memory")
+        return make(maker, kind)
+
+    with replaced(PathMaker, "_dispatcher", make_together):
+        return choose_again(engine, cache=file, max_bytes=1 << 40).lines
+
+
+@pytest.mark.parametrize("faulty_rank", [0, 1])
+def test_what_one_rank_could_not_make_is_made_by_all_when_it_is_tried_again(faulty_rank, gang, tmp_path):
+    file = str(tmp_path / "mine.json")
+    for lines in gang.call(made_by_all_but_one, file, faulty_rank, deadline_s=WITHIN_S):
+        assert lines[0].startswith("experts by table, measured, best of 2 paths")
+
+
+def test_links_that_were_made_before_one_fails_are_given_back(monkeypatch):
+    """FlashInfer finds workspaces by their layout: one that stayed would keep this rank out of making it again."""
+    given_back: list[int] = []
+
+    def create_communication(bootstrap: Any, params: SimpleNamespace, options: Any) -> SimpleNamespace:
+        if params.hidden_size == 512:
+            raise RuntimeError("out of memory")
+        return SimpleNamespace(destroy=lambda: given_back.append(params.hidden_size))
+
+    library = ModuleType("flashinfer.moe_ep")
+    library.create_communication = create_communication
+    library.BootstrapConfig = library.MoEEpCommParams = library.NVLinkOneSidedConfig = SimpleNamespace
+    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+    monkeypatch.setitem(sys.modules, "flashinfer.moe_ep", library)
+    layers = [(8, RowFormat(hidden, 2, torch.bfloat16, torch.float32)) for hidden in (256, 512)]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        FlashInferDispatcher(Collectives({}), None, Layout(2), 0, 64, layers, 60.0, torch.device("cpu"))
+    assert given_back == [256]

@@ -11,6 +11,7 @@ intermediate as the kernel's own sums give it; see `rounded_experts`.
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -42,19 +43,23 @@ def run_rank(rank: int, size: int, port: int, go: Any, options: dict[str, Any], 
     from layer_setup import PATHS, SIZES, Layer, World
 
     go.wait()
-    world = World(rank, size, port, options["device"])
+    hangs_after = max(1.0, options["deadline"] - 20)
+    world = World(rank, size, port, options["device"], hangs_after, options["memory_share"])
     name_of_gpu = torch.cuda.get_device_name() if world.on_gpu else "CPU"
     world.say(f"torch {torch.__version__}, {name_of_gpu}, {size} ranks")
 
     def attempt(what: str, function: Any, *arguments: Any) -> Any:
         started = time.perf_counter()
         failed, result = None, None
+        world.watch.begin(what)
         try:
             result = function(*arguments)
             world.synchronize()
         except Exception as error:
             failed = f"{type(error).__name__}: {str(error)[:800]}"
             trace = traceback.format_exc(limit=-6)
+            # At once: where one rank fails alone, the others hang, and this is all that one sees.
+            print(f"rank {rank} FAILED {what}: {failed} ({world.watch.memory()})", file=sys.stderr, flush=True)
         said = [f"rank {index}: {text}" for index, text in enumerate(world.gather(failed)) if text]
         if said:
             world.say(f"FAILED {what}: {' | '.join(said)}")
@@ -81,6 +86,7 @@ def run_rank(rank: int, size: int, port: int, go: Any, options: dict[str, Any], 
         if world.on_gpu:
             torch.cuda.empty_cache()
     world.meet()
+    world.watch.end()
     world.say("done")
     if size > 1:
         torch.distributed.destroy_process_group()
@@ -90,6 +96,7 @@ def check_numerics(
     layer: Any, geometry: str, name: str, capacity: int, path: Any, attempt: Any, failures: Any, results: Any
 ) -> None:
     """One path built for a capacity."""
+    import torch
     from layer_numerics import HEADER, check_path
 
     size, label = layer.world.size, f"{name} for {capacity}"
@@ -106,6 +113,11 @@ def check_numerics(
         named = [["path", *HEADER], *([label, *row] for row in rows)]
         show(layer.world, f"relative errors, {geometry}, {size} ranks", named)
     attempt(f"close {label}", built.close)
+    del built
+    if layer.world.on_gpu:
+        gc.collect()
+        torch.cuda.empty_cache()
+        layer.world.say(f"  after {label}: {layer.world.watch.memory()}")
 
 
 def largest_errors(name: str, rows: list[list[str]], good: bool) -> list[list[str]]:
@@ -203,7 +215,7 @@ def default_paths(options: dict[str, Any]) -> tuple[str, ...]:
 @click.option(
     "--geometry",
     multiple=True,
-    type=click.Choice(["Q", "D", "D256", "odd", "small", "narrow"]),
+    type=click.Choice(["Q", "D", "D256", "odd", "ragged", "small", "narrow"]),
     default=("Q",),
     show_default=True,
 )
@@ -216,6 +228,12 @@ def default_paths(options: dict[str, Any]) -> tuple[str, ...]:
     "--mega-capacity", multiple=True, type=int, help="Of `auto`'s mega kernels; those of the pool by default."
 )
 @click.option("--device", default="cuda", show_default=True, help="cpu tries the script itself, over Gloo.")
+@click.option(
+    "--memory-share",
+    default=0.0,
+    show_default=True,
+    help="Of one GPU's memory, what PyTorch may take in all ranks that share it, each as much; 0: no bound.",
+)
 @click.option(
     "--deadline", default=170.0, show_default=True, help="Seconds after which the ranks of one run are ended."
 )

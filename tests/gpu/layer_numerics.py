@@ -44,6 +44,7 @@ def check_path(layer: Layer, built: Built) -> tuple[list[list[str]], bool]:
     # The norm of a few narrow rows says less.
     slack = 2 if layer.size.hidden < 512 else 1
     for seed, counts in enumerate(counts_of(layer.world.size, built.path.capacity)):
+        layer.world.watch.begin(f"{built.path.name} with {counts} tokens")
         eager, replayed, rounded, same = check_counts(layer, built, counts, seed)
         within = max(eager, replayed) <= slack * built.limit
         verdict = "ok" if within else "TOO LARGE"

@@ -26,7 +26,8 @@ from expert_pool.dispatch.paths.mega import MegaPath
 from expert_pool.dispatch.paths.mega_kernels import MegaKernels
 from expert_pool.dispatch.paths.path import DispatchedPath
 from expert_pool.dispatch.probe import HostGroup
-from harness import gpu_of
+from harness import gpu_of, ranks_share_gpu
+from layer_watch import Watch
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -54,6 +55,8 @@ SIZES = {
     "D": Size(7168, 64, 8, 2048),
     "D256": Size(7168, 256, 8, 2048),
     "odd": Size(2048, 64, 6, 1408),
+    # The last tile of gate and up is half empty where a kernel's is 256 wide.
+    "ragged": Size(256, 8, 2, 192),
     "small": Size(256, 16, 2, 128),
     # In fp8 refused by the pool; here one sees what the kernel makes of it.
     "narrow": Size(256, 8, 2, 64),
@@ -63,7 +66,15 @@ SIZES = {
 class World:
     """This process among its peers, with the groups of a rank."""
 
-    def __init__(self, rank: int, size: int, port: int, device: str = "cuda"):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        port: int,
+        device: str = "cuda",
+        hangs_after: float = 600.0,
+        memory_share: float = 0.0,
+    ):
         self.rank, self.size = rank, size
         self.layout = Layout(size)
         self.on_gpu = device == "cuda"
@@ -71,6 +82,10 @@ class World:
         self.started = time.perf_counter()
         if self.on_gpu:
             torch.cuda.set_device(self.device)
+            if memory_share and ranks_share_gpu():
+                # A rank then gives back what it holds unused where it would else take the memory of another.
+                torch.cuda.set_per_process_memory_fraction(memory_share / size)
+        self.watch = Watch(rank, self.device, hangs_after)
         self.host_group: dist.ProcessGroup | None = None
         self.ep_group: Any = None
         if size > 1:
@@ -261,6 +276,7 @@ def dispatched(layer: Layer, dispatch: str, experts: str, capacity: int, others:
     if dispatch == "flashinfer":
         from expert_pool.dispatch.flashinfer_a2a import FlashInferDispatcher
 
+        world.watch.begin(f"FlashInfer's dispatcher for {[size.experts, *others]} experts")
         dispatcher: Any = FlashInferDispatcher(
             world.collectives,
             world.ep_group,
@@ -271,6 +287,7 @@ def dispatched(layer: Layer, dispatch: str, experts: str, capacity: int, others:
             60,
             world.device,
         )
+        world.watch.links = list(dispatcher._links.values())
     else:
         dispatcher = make_dispatcher(dispatch, world.collectives, world.rank, budget, world.device)
     path = DispatchedPath(dispatcher, backend)

@@ -35,6 +35,7 @@ class _Outcome(msgspec.Struct):
 
     is_meeting: bool
     reason: str | None = None
+    is_of_another: bool = False
 
 
 class PeerGaveUp(Exception):
@@ -82,19 +83,32 @@ class HostGroup:
         """Wait for all ranks in the middle of something they attempt together.
 
         Raises:
-            PeerGaveUp: some rank is not coming, since it has failed and waits in `outcomes`.
+            PeerGaveUp: some rank is not coming, since it has failed and waits in `failure`.
         """
         found = self.gather(_Outcome(is_meeting=True), _Outcome)
         missing = [rank for rank, outcome in enumerate(found) if not outcome.is_meeting]
         if missing:
             raise PeerGaveUp(f"ranks {missing} gave up")
 
-    def outcomes(self, reason: str | None) -> list[str | None]:
-        """How each rank's attempt ended; a rank that still meets others learns of it there, and comes here too."""
+    def failure(self, reason: str | None, is_of_another: bool) -> tuple[int, str] | None:
+        """The first rank whose attempt failed, with its reason, or `None`; equal on every rank.
+
+        A rank that still meets others learns of it there, and comes here too.
+
+        Args:
+            reason: why this rank's own failed, if it did.
+            is_of_another: whether only because another rank gave up; that one's reason goes before.
+        """
         while True:
-            found = self.gather(_Outcome(is_meeting=False, reason=reason), _Outcome)
+            found = self.gather(_Outcome(False, reason, is_of_another), _Outcome)
             if not any(outcome.is_meeting for outcome in found):
-                return [outcome.reason for outcome in found]
+                break
+        failed = [(outcome.is_of_another, rank, outcome.reason) for rank, outcome in enumerate(found) if outcome.reason]
+        if not failed:
+            return None
+        _, rank, first = min(failed)
+        assert first is not None
+        return rank, first
 
 
 def agree_on_refusals(group: HostGroup, refusals: Mapping[str, str | None]) -> dict[str, Dropped]:
@@ -141,15 +155,14 @@ def attempt(group: HostGroup, path: str, build: Callable[[], Built]) -> Built | 
             What it gathers on the host group it gathers with `gather_met`: a rank that has failed answers there alone.
     """
     built: Built | None = None
-    reason: str | None = None
+    raised: Exception | None = None
     try:
         built = build()
-    except PeerGaveUp:
-        pass
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-    for rank, outcome in enumerate(group.outcomes(reason)):
-        if outcome is not None:
-            return Dropped(path, rank, outcome)
+        raised = error
+    reason = None if raised is None else f"{type(raised).__name__}: {raised}"
+    failure = group.failure(reason, isinstance(raised, PeerGaveUp))
+    if failure is not None:
+        return Dropped(path, *failure)
     assert built is not None
     return built

@@ -16,17 +16,25 @@ from expert_pool.dispatch.alltoall import AllToAllDispatcher
 from expert_pool.dispatch.budget import RowFormat
 from expert_pool.dispatch.collectives import Collectives
 from expert_pool.dispatch.contract import Dispatched, Dispatcher
+from expert_pool.dispatch.errors import ConfigError
+from expert_pool.dispatch.experts.torch_experts import TorchExperts
 from expert_pool.dispatch.flashinfer_a2a import FlashInferDispatcher
 from expert_pool.dispatch.layout import Layout
 from expert_pool.dispatch.moe_layer import MoeLayer
 from expert_pool.dispatch.paths.maker import PathMaker
+from expert_pool.dispatch.paths.path import ExpertPath
+from expert_pool.dispatch.paths.table import PathName
+from expert_pool.dispatch.probe import HostGroup, attempt
 from expert_pool.dispatch.tuning import TableRow, Tuning
 from expert_pool.workers.engine import RankEngine
+from expert_pool.workers.layer_timer import LayerTimer
 from expert_pool.workers.path_check import LARGEST_ERROR, relative_errors
+from expert_pool.workers.path_choice import moe_layers
 from plain_ranks import RankGang
 from rank_faults import replaced
+from rank_insides import target_of
 from test_capture_faults import WITHIN_S
-from test_measured_paths import choose_again
+from test_measured_paths import choice_of, choose_again
 
 LARGEST = 64
 
@@ -134,29 +142,84 @@ def test_a_rank_without_memory_for_its_rows_keeps_nobody_waiting(what, faulty_ra
         assert any(told in line for line in lines), lines
 
 
-def made_by_all_but_one(engine: RankEngine, file: str, faulty_rank: int) -> tuple[str, ...]:
-    """A dispatcher that all ranks make together fails on one of them at the end, and is tried once more."""
-    cached = choose_again(engine, cache=file, max_bytes=1 << 40).path.table.names
-    assert cached
-    make = PathMaker._dispatcher
-    tries = {"alltoall": 0, "allgather": 0}
+def made_by_all_but_one(engine: RankEngine, faulty_rank: int) -> tuple[int, str | None]:
+    """Two paths over one dispatcher, which all ranks make together, and which one of them fails to make at first."""
+    make, tries = PathMaker._dispatcher, 0
 
     def make_together(maker: PathMaker, kind: str) -> Dispatcher:
+        nonlocal tries
         dist.barrier(maker.group)
-        tries[kind] += 1
-        if engine.rank == faulty_rank and tries[kind] == 1:
+        tries += 1
+        if engine.rank == faulty_rank and tries == 1:
             raise RuntimeError("out of memory")
         return make(maker, kind)
 
+    target, name = target_of(engine), PathName("alltoall", "torch")
+    layers = moe_layers(engine.config, target.model, target._exchange)
+    choice = choice_of(engine)
     with replaced(PathMaker, "_dispatcher", make_together):
-        return choose_again(engine, cache=file, max_bytes=1 << 40).lines
+        built = choice._build((name, name), layers[:1])
+    return len(built), str(choice._dropped[str(name)])
 
 
 @pytest.mark.parametrize("faulty_rank", [0, 1])
-def test_what_one_rank_could_not_make_is_made_by_all_when_it_is_tried_again(faulty_rank, gang, tmp_path):
-    file = str(tmp_path / "mine.json")
-    for lines in gang.call(made_by_all_but_one, file, faulty_rank, deadline_s=WITHIN_S):
-        assert lines[0].startswith("experts by table, measured, best of 2 paths")
+def test_what_one_rank_could_not_make_is_made_by_all_for_the_next_path(faulty_rank, gang):
+    reason = f"alltoall+torch dropped on all ranks: rank {faulty_rank}: RuntimeError: out of memory"
+    assert gang.call(made_by_all_but_one, faulty_rank, deadline_s=WITHIN_S) == [(1, reason)] * 2
+
+
+def prepared_by_one(engine: RankEngine, file: str) -> tuple[str, ...]:
+    """Experts that all ranks prepare together are prepared on one alone; then the cached table is given up."""
+    prepared: set[int] = set()
+
+    def prepare(experts: TorchExperts, group: HostGroup) -> None:
+        if id(experts) not in prepared:
+            group.meet()
+            dist.barrier(target_of(engine)._exchange.collectives._groups["ep"])
+            if engine.rank == 1:
+                raise RuntimeError("out of memory")
+            prepared.add(id(experts))
+
+    assert choice_and_table(engine, file) == ("alltoall+torch",)
+    with replaced(TorchExperts, "prepare", prepare):
+        try:
+            return choose_again(engine, cache=file).lines
+        except ConfigError as error:
+            return (str(error),)
+
+
+def choice_and_table(engine: RankEngine, file: str) -> tuple[str, ...]:
+    by_path = {"allgather": 2.0, "alltoall": 1.0}
+
+    def microseconds(timer: LayerTimer, path: ExpertPath, layer: MoeLayer, num_rows: int) -> float:
+        return by_path[path.name]
+
+    with replaced(LayerTimer, "microseconds", microseconds):
+        return choose_again(engine, cache=file).path.table.names
+
+
+def test_a_path_of_a_cached_table_that_one_rank_failed_to_prepare_is_not_tried_again(gang, tmp_path):
+    for lines in gang.call(prepared_by_one, str(tmp_path / "mine.json"), deadline_s=WITHIN_S):
+        assert "no path is left" in lines[-1]
+        assert "alltoall+torch dropped on all ranks: rank 1: RuntimeError: out of memory" in lines[-1]
+        assert "allgather+torch dropped on all ranks: rank 1: RuntimeError: out of memory" in lines[-1]
+
+
+def met_by_one_alone(engine: RankEngine) -> str:
+    """One rank waits for the others in what they have finished without it, which none of them calls a failure."""
+    group = HostGroup(engine._host_group, engine.rank)
+
+    def build() -> int:
+        if engine.rank == 1:
+            group.meet()
+        return 1
+
+    return str(attempt(group, "it", build))
+
+
+def test_a_rank_that_waits_alone_in_what_the_others_have_finished_is_a_failure_on_all(gang):
+    told = "it dropped on all ranks: rank 1: PeerGaveUp: ranks [0] gave up"
+    assert gang.call(met_by_one_alone, deadline_s=WITHIN_S) == [told] * 2
 
 
 def test_links_that_were_made_before_one_fails_are_given_back(monkeypatch):

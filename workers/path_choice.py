@@ -131,10 +131,7 @@ class PathChoice:
         if config.tuning.table is not None:
             pinned, source = PathTable(config.tuning.table), "pinned by tuning.table"
             return self._as_tabled(pinned, self._tabled_paths(pinned, layers, source), layers, source)
-        left = [name for name in names if str(name) not in self._dropped]
-        if not left:
-            reasons = "; ".join(map(str, self._dropped.values()))
-            raise ConfigError(f"no path is left for quantisation={config.quantisation!r}: {reasons}")
+        left = self._left_of(names)
         cache = None if config.tuning.cache is None else TableCache(config.tuning.cache, self._group)
         key = self._key(left, layers)
         found = None if cache is None else cache.find(key)
@@ -147,6 +144,7 @@ class PathChoice:
                 members = self._tabled_paths(cached, layers, source)
             except ConfigError as error:  # on every rank alike
                 logger.warning("measuring anew: %s", error)
+                left = self._left_of(left)  # what was built on some ranks alone cannot be built by all again
             else:
                 return self._as_tabled(cached, members, layers, source)
         settled = self._by_measuring(left, layers)
@@ -154,6 +152,13 @@ class PathChoice:
             assert isinstance(settled.path, MeasuredPath)
             cache.keep(key, settled.path.table.rows)
         return settled
+
+    def _left_of(self, names: Sequence[PathName]) -> list[PathName]:
+        left = [name for name in names if str(name) not in self._dropped]
+        if not left:
+            reasons = "; ".join(map(str, self._dropped.values()))
+            raise ConfigError(f"no path is left for quantisation={self._config.quantisation!r}: {reasons}")
+        return left
 
     def _tabled_paths(self, table: PathTable, layers: Sequence[MoeLayer], source: str) -> dict[PathName, MemberPath]:
         return self._all_of(list(map(PathName.parse, table.names)), layers, f"the table {source}")
@@ -201,7 +206,7 @@ class PathChoice:
             built = local if isinstance(local, Dropped) else self._attempt_whole(name, samples)
             if isinstance(built, Dropped):
                 self._dropped[str(name)] = built
-                self._maker.give_up_uneven(self._group)
+                self._maker.give_up(name, paths, self._group)
             else:
                 paths[name] = built
         return paths

@@ -2,7 +2,7 @@
 
 import importlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -140,11 +140,18 @@ class PathMaker:
                 self._experts[name.experts] = self._backend(name.experts)
         return name.experts
 
-    def give_up_uneven(self, group: HostGroup) -> None:
-        """Give up dispatchers that some rank could not make; collective over all ranks, which are `group`.
+    def give_up(self, name: PathName, kept: Collection[PathName], group: HostGroup) -> None:
+        """Give up what some rank could not make, or prepare, of a path; collective over all ranks, which are `group`.
 
-        The next path over one is then made by all ranks again: making one may take them all.
+        The next path over it is then made by all ranks again: making a dispatcher, and tuning experts, takes them all.
+
+        Args:
+            name: of the path.
+            kept: paths that all ranks have made.
+            group: all ranks.
         """
+        if name.experts not in {other.experts for other in kept}:
+            self._experts.pop(name.experts, None)
         everywhere = set.intersection(*map(set, group.gather(list(self._dispatchers), list[str])))
         for kind in [kind for kind in self._dispatchers if kind not in everywhere]:
             self._dispatchers.pop(kind).close()

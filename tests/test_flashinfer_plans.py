@@ -1,4 +1,4 @@
-"""How much FlashInfer's prefill kernels keep of partial results in a graph; the kernels themselves run on GPUs alone."""
+"""How much FlashInfer's prefill kernels keep of partial results in a graph; the kernels run on GPUs alone."""
 
 from typing import Any
 

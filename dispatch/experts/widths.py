@@ -3,8 +3,8 @@
 from ..limits import QuantisationKind
 
 # Of hidden and intermediate sizes: the second GEMM's tile, TMA rows, and blocks of scales with their layout. FlashInfer
-# takes multiples of 64 in `fp8` and says that it never tried those that are none of 128: at an intermediate size of 64 it
-# computed garbage for some numbers of rows, another at every run.
+# takes multiples of 64 in `fp8` and says that it never tried those that are none of 128: at an intermediate size of 64
+# it computed garbage for some numbers of rows, another at every run.
 _MULTIPLES = {"none": (256, 64), "fp8": (128, 128), "fp8_blockwise": (128, 128), "nvfp4": (128, 128)}
 
 

@@ -2,17 +2,20 @@
 
 A rank on another node inherits the environment of the Ray node it runs on, not that of the process that launches the
 pool. So what kernels and communication read from the environment is copied to every rank, the same on each: kernels
-that compile or communicate differently on two ranks are a disagreement that no digest can see.
+that compile or communicate differently on two ranks are a disagreement that no count shows.
 
 Some such variables must differ between nodes, and are left to each node's own environment: names of network interfaces
 and adapters (`NCCL_SOCKET_IFNAME`, `GLOO_SOCKET_IFNAME`, `NCCL_IB_HCA`, `NVSHMEM_HCA_LIST` and the like), a host's
 identity, and files that describe one machine's topology. Where all nodes are alike, `worker.environment` sets them on
 every rank. Access tokens are not copied either: ranks read local files, and Ray shows runtime environments to whoever
 sees its dashboard. Which GPUs a rank sees is Ray's to say (`CUDA_VISIBLE_DEVICES`).
+
+What a node sets beyond that stays; where it would change what is sent, ranks find it out (`workers.alike_environment`).
 """
 
 from collections.abc import Mapping
 
+from ..workers.alike_environment import OF_ONE_NODE
 from ..workers.config import VISIBLE_DEVICES
 
 PREFIXES = (
@@ -31,13 +34,12 @@ PREFIXES = (
 )
 NAMES = ("OMP_NUM_THREADS",)
 
-_OF_ONE_NODE = ("_IFNAME", "_HCA", "_HCA_LIST", "_HCA_PE_MAPPING", "_HOSTID", "_TOPO_FILE", "_GRAPH_FILE")
 _SECRET = "TOKEN"
 
 
 def is_passed(name: str) -> bool:
     """Whether ranks get this variable of the launching process."""
-    if name == VISIBLE_DEVICES or _SECRET in name or name.endswith(_OF_ONE_NODE):
+    if name == VISIBLE_DEVICES or _SECRET in name or name.endswith(OF_ONE_NODE):
         return False
     return name in NAMES or name.startswith(PREFIXES)
 

@@ -21,6 +21,7 @@ from expert_pool.cluster import PoolConfig
 from expert_pool.cluster.config import resolve
 from expert_pool.cluster.tokens import load_tokenizer
 from expert_pool.dispatch.errors import CheckpointError, GeometryError, RankError
+from expert_pool.workers.alike_environment import variables_alike
 from expert_pool.workers.code_digest import code_digest
 from expert_pool.workers.inspection import inspect_model
 from expert_pool.workers.model_spec import ModelSpec
@@ -70,21 +71,20 @@ def other_code(tmp_path: Path) -> dict[str, str]:
     return environment_of(folder)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_a_rank_with_other_code_is_found_by_every_rank_before_a_process_group(ranks, other_code, tiny_moe, tmp_path):
-    config = tmp_path / "config.json"
-    rank_config = resolve(PoolConfig(model=tiny_moe, ranks=ranks), inspect_model(tiny_moe))
-    config.write_bytes(msgspec.json.encode(rank_config))
+def said_by_processes(environments: list[dict[str, str] | None], model: str, folder: Path) -> list[str]:
+    """What each rank, a process of its own in that environment, writes to its stderr as all of them join."""
+    ranks, config = len(environments), folder / "config.json"
+    config.write_bytes(msgspec.json.encode(resolve(PoolConfig(model=model, ranks=ranks), inspect_model(model))))
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(config), str(rank)],
-            env=other_code if rank == ranks - 1 else None,
+            env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(ranks)
+        for rank, environment in enumerate(environments)
     ]
     try:
         port, *others = [process.stdout.readline() for process in processes]
@@ -95,10 +95,16 @@ def test_a_rank_with_other_code_is_found_by_every_rank_before_a_process_group(ra
             process.stdin.flush()
         errors = [process.communicate(timeout=30)[1] for process in processes]
         assert time.monotonic() - started < 10
+        return errors
     finally:
         for process in processes:
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_a_rank_with_other_code_is_found_by_every_rank_before_a_process_group(ranks, other_code, tiny_moe, tmp_path):
+    errors = said_by_processes([None] * (ranks - 1) + [other_code], tiny_moe, tmp_path)
     for error in errors:
         found = re.search(
             r"GeometryError: ranks disagree before a step: their code differs \((\w+): ([^;]*); (\w+): ([^;]*)\): "
@@ -109,6 +115,27 @@ def test_a_rank_with_other_code_is_found_by_every_rank_before_a_process_group(ra
         assert found[1] == code_digest() != found[3]
         assert re.findall(r"rank (\d)", found[2]) == [str(rank) for rank in range(ranks - 1)]
         assert re.findall(r"rank (\d)", found[4]) == [str(ranks - 1)]
+
+
+def test_a_node_that_has_its_ranks_communicate_otherwise_is_found_by_every_rank(tiny_moe, tmp_path):
+    """The launching process does not set the variable, so it does not reach the other node's rank."""
+    errors = said_by_processes([None, {**os.environ, "NCCL_ALGO": "Tree"}], tiny_moe, tmp_path)
+    for error in errors:
+        assert re.search(
+            r"GeometryError: ranks disagree before a step: what they communicate by \(environment\) differs "
+            r"\(none: rank 0 on [^;]*; NCCL_ALGO=Tree: rank 1 on [^;]*\): set them alike on all nodes, or in "
+            r"worker\.environment",
+            error,
+        ), error
+
+
+def test_variables_are_alike_where_they_change_what_is_sent():
+    decisive = {"NCCL_PROTO": "LL", "NVSHMEM_SYMMETRIC_SIZE": "1G", "TORCH_NCCL_CUDA_EVENT_CACHE": "0"}
+    own = dict.fromkeys(("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NVSHMEM_HCA_LIST"), "of one node")
+    own |= dict.fromkeys(("NCCL_DEBUG", "NCCL_DEBUG_FILE", "FLASHINFER_WORKSPACE_BASE", "CUTE_DSL_LOG_LEVEL"), "of one")
+    own |= {"PATH": "/bin", "HF_HOME": "/models", "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "3"}
+    assert variables_alike(own) == "none"
+    assert variables_alike(own | decisive) == " ".join(f"{name}={decisive[name]}" for name in sorted(decisive))
 
 
 def said_to_ranks(specs: list[ModelSpec], drivers_code: str = "") -> list[str]:

@@ -1,4 +1,5 @@
-"""Whether all ranks start from the same: the code they run, the libraries it calls, and the model folder they read.
+"""Whether all ranks start from the same: the code they run, the libraries it calls, the variables that those read, and
+the model folder.
 
 Plans are derived from equal inputs, and sizes from the model: ranks of two versions, or with two `config.json` under
 one path, would agree on every count and still read each other's rows wrongly. Asked over the rendezvous, before there
@@ -9,7 +10,7 @@ loads, and would leave the others waiting in it.
 import hashlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from ..dispatch.errors import CheckpointError, GeometryError
 from ..dispatch.libraries import versions_of
+from .alike_environment import variables_alike
 from .checkpoint import weight_files
 from .code_digest import DISTRIBUTION, code_digest
 from .model_spec import ModelSpec, digest_of_config, digest_of_tokenizer
@@ -58,19 +60,24 @@ class _Shown(msgspec.Struct, frozen=True):
     values: tuple[str, ...]
 
 
-def facts_of(spec: ModelSpec, reads_weights: bool, drivers_code: str = "") -> tuple[Fact, ...]:
+def facts_of(
+    spec: ModelSpec, reads_weights: bool, drivers_code: str = "", environment: Mapping[str, str] = os.environ
+) -> tuple[Fact, ...]:
     """What this rank brings; the same number of facts on every rank.
 
     Args:
         spec: of the model, as it was found where the pool was launched; equal on every rank.
         reads_weights: whether ranks read the folder's weights; equal on every rank.
         drivers_code: `code_digest` of the driver, equal on every rank; empty where there is none.
+        environment: of this rank.
     """
     same_code = f"install the same {DISTRIBUTION} on all nodes, and launch the pool anew"
     same_folder = "have one model folder on all nodes"
+    same_variables = "set them alike on all nodes, or in worker.environment, which every rank gets"
     facts = [
         Fact("their code", code_digest(), same_code, drivers_code),
         Fact("libraries that they import", versions_of(_LIBRARIES), "install the same versions on all nodes"),
+        Fact("what they communicate by (environment)", variables_alike(environment), same_variables),
         Fact(f"config.json of model={spec.path!r}", digest_of_config(spec.path), same_folder, spec.config_digest),
     ]
     if spec.has_tokenizer:

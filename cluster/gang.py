@@ -149,7 +149,7 @@ class Gang:
         """Have every rank run its loop."""
         self._pulse.ranks_run()
         self._fates = {
-            rank: asyncio.ensure_future(_fate(self._pulse.while_there(rank, actor.run.remote())))
+            rank: asyncio.ensure_future(_fate(self._pulse.while_there(rank, actor.run.remote(self._wake_epoch))))
             for rank, actor in enumerate(self.actors)
         }
 

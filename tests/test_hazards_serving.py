@@ -1,5 +1,6 @@
 """Hazards of serving: ranks with nothing to do, uneven work, and places in a cluster."""
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -7,13 +8,16 @@ import psutil
 import pytest
 import ray
 from expert_pool.cluster import ExpertPool, Limits, PlacementConfig, PoolConfig, RankStats, SamplingParams
-from plain_ranks import PlainRanks
+from expert_pool.workers.engine import RankEngine
+from expert_pool.workers.mailbox import Intake
+from plain_ranks import PlainRanks, run_on_ranks
 from ray.cluster_utils import Cluster
 
 RANKS = 4
 IDLE_S = 1.0
 # A busy loop would take 1 s; what a sleeping process takes to be asked for its times is far below.
 IDLE_CPU_S = 0.1
+LEAVE_S = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +77,28 @@ def test_h8_ranks_that_went_idle_stop_when_told_to(random_models):
     with PlainRanks(PoolConfig(model=random_models["qwen3_moe"], ranks=2)) as ranks:
         ranks.generate([[3, 4]], greedy(2))
     assert [process.exitcode for process in ranks.processes] == [0, 0], "a rank that does not stop is killed"
+
+
+def told_around_the_beginning(engine: RankEngine) -> tuple[bool, bool]:
+    """Whether a loop goes on after the order that ended the one before, and ends by one that came before it began."""
+    engine.inbox.deliver(Intake(), 1, leave=True)
+    loop = threading.Thread(target=engine.run, args=(1,), daemon=True)
+    loop.start()
+    loop.join(IDLE_S)
+    goes_on = loop.is_alive()
+    engine.inbox.deliver(Intake(), 2, leave=True)
+    loop.join()
+    engine.inbox.deliver(Intake(), 3, leave=True)
+    loop = threading.Thread(target=engine.run, args=(2,), daemon=True)
+    loop.start()
+    loop.join(LEAVE_S)
+    return goes_on, not loop.is_alive()
+
+
+def test_an_order_to_leave_is_kept_though_it_overtakes_the_call_that_begins_the_loop(random_models):
+    """They come on threads of their own; a pool that is shut down or resized at once would wait for its ranks."""
+    config = PoolConfig(model=random_models["qwen3_moe"], ranks=2)
+    assert run_on_ranks(config, told_around_the_beginning, graphs=False) == [(True, True)] * 2
 
 
 @pytest.mark.parametrize("lengths", [(1, 3, 17, 40, 64, 150, 300), (40,)], ids=["7_prompts", "1_prompt"])

@@ -229,14 +229,14 @@ class RankEngine:
             self._expert_load,
         )
 
-    def run(self) -> None:
-        """Run the loop until all ranks are told to leave it; raises what a step raises.
+    def run(self, wake_epoch: int = 0) -> None:
+        """Run the loop until all ranks are told to leave it, by a later wake-up call; raises what a step raises.
 
         A rank that raises is ended by the driver at once, which closes its connections, so that the ranks that wait for
         it fail too. It closes none itself: NCCL's shutdown would wait for those ranks.
         """
         assert self._loop is not None, "load comes before run"
-        self.inbox.stay()
+        self.inbox.stay(wake_epoch)
         logger.info("the loop begins")
         try:
             run_watched(self._loop, self.config.worker.peer_wait_s)

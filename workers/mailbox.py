@@ -29,7 +29,8 @@ class Inbox:
         self._requests: list[Request] = []
         self._aborts: list[int] = []
         self.wake_epoch = 0
-        self._leave = False
+        self._leave_epoch = 0
+        self._begun_epoch = 0
 
     def deliver(self, intake: Intake, wake_epoch: int, leave: bool = False) -> None:
         """Every delivery is also a wake-up call: the driver sends the same `wake_epoch` to all ranks."""
@@ -37,7 +38,8 @@ class Inbox:
             self._requests.extend(intake.requests)
             self._aborts.extend(intake.aborts)
             self.wake_epoch = max(self.wake_epoch, wake_epoch)
-            self._leave = self._leave or leave
+            if leave:
+                self._leave_epoch = max(self._leave_epoch, wake_epoch)
             self._condition.notify_all()
 
     def take(self) -> tuple[Intake, int, bool]:
@@ -46,12 +48,15 @@ class Inbox:
             intake = Intake(tuple(self._requests), tuple(self._aborts))
             self._requests.clear()
             self._aborts.clear()
-            return intake, self.wake_epoch, self._leave
+            return intake, self.wake_epoch, self._leave_epoch > self._begun_epoch
 
-    def stay(self) -> None:
-        """Forget the order to leave; for a loop that is run again."""
+    def stay(self, wake_epoch: int) -> None:
+        """A loop begins: an order to leave that is no later than this wake-up call was to the loop before.
+
+        A later one holds, also where it came before the loop began: calls of different threads overtake each other.
+        """
         with self._condition:
-            self._leave = False
+            self._begun_epoch = wake_epoch
 
     def wait_beyond(self, wake_epoch: int) -> None:
         """Sleep until a wake-up call later than `wake_epoch` has come."""

@@ -109,8 +109,8 @@ class Rank:
         return getattr(self._engine.graphs, method)(*args)
 
     @ray.method(concurrency_group="loop")
-    def run(self) -> None:
-        self._engine.run()
+    def run(self, wake_epoch: int) -> None:
+        self._engine.run(wake_epoch)
 
     @ray.method(concurrency_group="deliveries")
     def deliver(self, intake: Intake, wake_epoch: int, leave: bool = False) -> None:

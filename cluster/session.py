@@ -36,6 +36,9 @@ class _LocalCluster:
 
 
 _local = _LocalCluster()
+# Ray takes one thread at a time into a session or out of it, and pools may be launched from several. A signal handler of
+# the thread that holds it may shut a pool down.
+_joining = threading.RLock()
 
 
 def connect_ray(config: PoolConfig, report: Callable[[str], None], must_exist: bool = False) -> bool:
@@ -50,7 +53,7 @@ def connect_ray(config: PoolConfig, report: Callable[[str], None], must_exist: b
         ConfigError: no cluster answers at the address, this process is in another one, or there is none where one must
             exist, or this machine has too few GPUs for a local one.
     """
-    with _own_sigterm_handler():
+    with _joining, _own_sigterm_handler():
         if ray.is_initialized():
             _refuse_other_session(config.address)
             if not _local.is_here:
@@ -71,10 +74,11 @@ def connect_ray(config: PoolConfig, report: Callable[[str], None], must_exist: b
 
 def leave_ray() -> None:
     """A pool that holds this process's local cluster has ended; the last one takes the cluster along."""
-    if _local.is_here:
-        _local.pools -= 1
-        if not _local.pools:
-            ray.shutdown()
+    with _joining:
+        if _local.is_here:
+            _local.pools -= 1
+            if not _local.pools:
+                ray.shutdown()
 
 
 def join_ray(address: str | None, report: Callable[[str], None]) -> None:
@@ -83,10 +87,10 @@ def join_ray(address: str | None, report: Callable[[str], None]) -> None:
     Raises:
         ConfigError: there is none, or this process is in another one.
     """
-    if ray.is_initialized():
-        _refuse_other_session(address)
-        return
-    with _own_sigterm_handler():
+    with _joining, _own_sigterm_handler():
+        if ray.is_initialized():
+            _refuse_other_session(address)
+            return
         if not _joined(address, report):
             raise ConfigError(
                 "no Ray cluster is found from here: give the HOST:PORT of its GCS (--address), or set RAY_ADDRESS to it"

@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
@@ -38,6 +39,17 @@ def test_the_last_pool_ends_the_local_cluster_and_no_other_address_is_ignored_in
     leave_ray()
     assert not ray.is_initialized()
     assert [line for line in SAID if line.startswith("started")] == ["started a local Ray cluster for 1 ranks"]
+
+
+def test_threads_that_launch_at_once_share_the_local_cluster_and_the_last_one_ends_it():
+    """Two calls of `ray.init` at once would end the process a minute later."""
+    local, said = PoolConfig(model="folder"), list[str]()
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(lambda _: connect_ray(local, said.append), range(3))) == [True] * 3
+        assert [line for line in said if line.startswith("started")] == ["started a local Ray cluster for 1 ranks"]
+        assert ray.is_initialized()
+        assert list(threads.map(lambda _: leave_ray(), range(3))) == [None] * 3
+    assert not ray.is_initialized()
 
 
 def test_a_session_of_the_programs_own_is_left_to_it():

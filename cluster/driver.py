@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 
 import ray
 
-from ..dispatch.errors import ExpertPoolError, RankError
+from ..dispatch.errors import ConfigError, ExpertPoolError, RankError
 from ..workers.logs import configure_logs
 from ..workers.rank import end_with_parent
 from ..workers.rank_config import RankConfig
@@ -24,6 +24,7 @@ from .metrics import pool_label
 from .moving import Mover
 from .pool_status import PoolStatus, graph_reports
 from .ray_internals import num_restarts_of_this_actor
+from .same_code import own_code, require_same_code
 from .trace_clock import collect_traces
 
 logger = logging.getLogger(__name__)
@@ -43,13 +44,22 @@ class Driver:
         pool: what the user wrote: bounds of sizes, places, recovery.
         environment: variables that every rank gets; see `cluster.environment`.
         has_owner: whether the pool ends with a process, which then calls `belong_to`.
+        launchers_code: `own_code` of the process that made the arguments before.
     """
 
-    def __init__(self, config: RankConfig, pool: PoolConfig, environment: Mapping[str, str], has_owner: bool):
+    def __init__(
+        self,
+        config: RankConfig,
+        pool: PoolConfig,
+        environment: Mapping[str, str],
+        has_owner: bool,
+        launchers_code: str,
+    ):
         configure_logs(pool_label(), "driver", lambda: None, config.worker.log_level)
         end_with_parent()
         self._life = Lifecycle(config, pool, environment)
         self._pool = pool
+        self._code, self._launchers_code = own_code(), launchers_code
         self._mover = Mover(self._life, pool)
         self._lifelines = Lifelines()
         self._has_owner = has_owner
@@ -81,6 +91,11 @@ class Driver:
 
     async def _begin_anew(self) -> None:
         """Ray has started this actor again: the ranks have ended with the process before, and so have requests."""
+        try:
+            require_same_code(self._launchers_code, self._code)
+        except ConfigError as error:
+            await self._life.fail(error)
+            return
         if self._has_owner:
             try:
                 await asyncio.wait_for(self._owned.wait(), _OWNER_S)
@@ -93,6 +108,10 @@ class Driver:
         )
         self._life.spawn(self._mover.watch_nodes())
 
+    async def code(self) -> str:
+        """For those who send requests; see `cluster.same_code`."""
+        return self._code
+
     async def rank_config(self) -> RankConfig:
         """What the present ranks are built from, for those who connect."""
         return self._life.fleet.config
@@ -101,9 +120,11 @@ class Driver:
         """Place, start and load all ranks; yields a line about each stage. See `Lifecycle.first_start`.
 
         Raises:
+            ConfigError: the launching process runs other code.
             PlacementError: no place for all ranks in time.
             RankError: a rank did not start or load.
         """
+        require_same_code(self._launchers_code, self._code)
         with self._stream_under_way():
             async for line in self._life.first_start():
                 yield line

@@ -14,6 +14,7 @@ from .config import PoolConfig
 from .driver import Driver
 from .environment import rank_environment
 from .failure import LOST
+from .same_code import own_code
 
 # Actors of named pools are looked for here, from whatever job.
 NAMESPACE = "expert_pool"
@@ -46,7 +47,7 @@ def new_driver(config: PoolConfig, rank_config: RankConfig, name: str | None, ha
     }
     environment = rank_environment(os.environ, config.worker.environment)
     try:
-        return ray.remote(Driver).options(**options).remote(rank_config, config, environment, has_owner)
+        return ray.remote(Driver).options(**options).remote(rank_config, config, environment, has_owner, own_code())
     except ValueError as error:
         if name in named_pools():
             raise ConfigError(

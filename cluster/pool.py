@@ -21,6 +21,7 @@ from .failure import LOST
 from .ledger import PoolEvent, Prompt
 from .lifeline import lasting_lifeline_to, lifeline_to
 from .pool_status import PoolStatus
+from .same_code import own_code, require_same_code
 from .session import connect_ray, join_ray, leave_ray
 from .tokens import load_tokenizer, tokenize
 from .validation import validate
@@ -80,6 +81,7 @@ class ExpertPool:
         self._owns_pool = owns_pool
         self._holds_ray = holds_ray
         self._report = report
+        self._code = own_code()
         self._belonging: list[Any] = []  # kept, for Ray repeats a call only as long as somebody may want its result
         self.rank_config = rank_config
 
@@ -105,8 +107,8 @@ class ExpertPool:
             rank_config: what `validate` returned for this very configuration; unset: it is validated here.
 
         Raises:
-            ConfigError: the model folder or the configuration cannot work, the name is taken, or a detached pool has
-                no name or no cluster to stay in; no rank was started.
+            ConfigError: the model folder or the configuration cannot work, the name is taken, a detached pool has no
+                name or no cluster to stay in, or the driver actor's node has other code; no rank was started.
             PlacementError: the cluster had no place for all ranks in time.
             RankError: a rank did not start or load.
         """
@@ -175,7 +177,8 @@ class ExpertPool:
 
         Raises:
             CheckpointError: a text, and the model folder's tokenizer cannot be read from here.
-            ConfigError: a text where there is no tokenizer, or another number of sampling settings than prompts.
+            ConfigError: a text where there is no tokenizer, another number of sampling settings than prompts, or this
+                process runs other code than the driver actor.
             DriverRestartError: the pool's driver actor ended, and the requests in flight with it; completions yielded
                 before stay valid. It is started anew: ask again for those that are missing, which waits for the pool.
             RankError: ranks failed more often than `recovery` restarts them (completions yielded before stay valid),
@@ -268,7 +271,7 @@ class ExpertPool:
         if not requests:
             return
         driver = self._running_driver()
-        ask(driver.rank_config)  # waits for a driver that is just being started anew
+        require_same_code(self._code, ask(driver.code))  # waits for a driver that is just being started anew
         event: PoolEvent
         step_timeout_s = self.rank_config.worker.step_timeout_s
         for event in stream(driver, "generate", requests, lifeline_to(driver), step_timeout_s=step_timeout_s):

@@ -36,8 +36,8 @@ class _LocalCluster:
 
 
 _local = _LocalCluster()
-# Ray takes one thread at a time into a session or out of it, and pools may be launched from several. A signal handler of
-# the thread that holds it may shut a pool down.
+# Ray takes one thread at a time into a session or out of it, and pools may be launched from several. A signal handler
+# may shut a pool down in the thread that holds it.
 _joining = threading.RLock()
 
 

@@ -8,12 +8,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
 import ray
 from click.testing import CliRunner
-from expert_pool.cluster import CheckpointError, ConfigError, ExpertPool, PoolConfig, RankError, SamplingParams
+from conftest import REPOSITORY
+from expert_pool.cluster import (
+    CheckpointError,
+    ConfigError,
+    ExpertPool,
+    PoolConfig,
+    RankError,
+    SamplingParams,
+    driver_handle,
+)
 from expert_pool.cluster.cli import main
 from expert_pool.cluster.driver_handle import NAMESPACE
 from ray.util.placement_group import placement_group_table
@@ -35,6 +45,14 @@ STREAM = """
 sampling = [SamplingParams(max_new_tokens=1)] + [SamplingParams(max_new_tokens=450, ignore_eos=True)] * 40
 for completion in pool.generate([[5, 17]] * 41, sampling):
     print(completion.index, flush=True)
+"""
+SHORT_OF_TOP_K = """
+from expert_pool.cluster import ConfigError
+try:
+    sampling = SamplingParams(max_new_tokens=6, top_k=3, ignore_eos=True)
+    print([len(completion.token_ids) for completion in pool.generate([[5, 17]], sampling)])
+except ConfigError as error:
+    print(error)
 """
 FEW_GRAPHS = ("--ranks", "2", "--cuda-graph-bs", "4", "--piecewise-cuda-graph-max-tokens", "16")
 eventually = partial(holds_in_time, within_s=15.0)
@@ -68,6 +86,27 @@ def expert_pool(*arguments: str, address: str) -> subprocess.CompletedProcess:
     )
 
 
+def with_fields_in_another_order(folder: Path) -> Path:
+    """Another version of the package, to be put on the path: what it calls `max_new_tokens` others take for `top_k`."""
+    for name in ("cluster", "dispatch", "graphs", "workers"):
+        shutil.copytree(REPOSITORY / name, folder / "expert_pool" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    request = folder / "expert_pool" / "workers" / "request.py"
+    most, top_k = "    max_new_tokens: int = 128\n", "    top_k: int = 0\n"
+    source = request.read_text()
+    assert source.count(most) == source.count(top_k) == 1
+    request.write_text(source.replace(most, "<most>").replace(top_k, most).replace("<most>", top_k))
+    return folder
+
+
+def test_a_driver_on_a_node_with_other_code_starts_no_ranks(address, random_models, monkeypatch):
+    monkeypatch.setattr(driver_handle, "own_code", lambda: "0123456789abcdef")
+    with pytest.raises(
+        ConfigError, match=r"calls this pool \(0123456789abcdef\) is not that of its driver actor \(\w+\)"
+    ):
+        ExpertPool.launch(PoolConfig(model=random_models["qwen3_moe"]))
+    assert eventually(nothing_left)
+
+
 @pytest.mark.timeout(300)
 def test_a_detached_pool_serves_several_processes_and_outlives_all_of_them(
     address, random_models, references, prompts_file, tmp_path
@@ -91,6 +130,15 @@ def test_a_detached_pool_serves_several_processes_and_outlives_all_of_them(
         idle = lambda: all(stats.running + stats.waiting == 0 for stats in pool.status().stats)  # noqa: E731
         assert eventually(idle), "what the dead caller asked for is dropped"
         assert sum(stats.generated_tokens for stats in pool.status().stats) < 40 * 450
+
+    other = subprocess.run(
+        [sys.executable, "-c", CONNECT_AND_GENERATE + SHORT_OF_TOP_K, address],
+        env={**os.environ, "PYTHONPATH": str(with_fields_in_another_order(tmp_path / "other"))},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    assert "which would read what it is sent as something else: install the same expert-pool" in other.stdout
 
     output = tmp_path / "out.jsonl"
     prompts = prompts_file({"prompt_token_ids": [5, 17, 42], "max_new_tokens": 6})

@@ -10,18 +10,19 @@ from importlib.resources.abc import Traversable
 DISTRIBUTION = "expert-pool"
 
 _PACKAGE = __package__.rpartition(".")[0]
-_RANK_SIDE = ("dispatch", "graphs", "workers")
+RANK_SIDE = ("dispatch", "graphs", "workers")
+WHOLE = ("cluster", *RANK_SIDE)
 
 
 @functools.cache
-def code_digest() -> str:
-    """One name for the source files that decide what a rank does; equal names mean equal files.
+def code_digest(folders: tuple[str, ...] = RANK_SIDE) -> str:
+    """One name for source files, by default those that decide what a rank does; equal names mean equal files.
 
     They are read once: of a process that goes on while another version is installed, the name stays that of its own.
     Where there are none, because only compiled files were installed, it is the version of the distribution.
     """
     digest, num_files = hashlib.sha256(), 0
-    for folder in _RANK_SIDE:
+    for folder in folders:
         for name, source in _sources(importlib.resources.files(f"{_PACKAGE}.{folder}"), folder):
             digest.update(f"{name} {len(source)}\n".encode() + source)
             num_files += 1

@@ -1,0 +1,29 @@
+"""Whether a pool's driver and those who call it run the same code.
+
+What they send each other is taken apart by position: settings of a request, or of a pool, would be read as others.
+"""
+
+from ..dispatch.errors import ConfigError
+from ..workers.code_digest import DISTRIBUTION, WHOLE, code_digest
+
+
+def own_code() -> str:
+    """One name for the code of this process, as of the first time that it is asked for."""
+    return code_digest(WHOLE)
+
+
+def require_same_code(callers: str, drivers: str) -> None:
+    """
+    Args:
+        callers: `own_code` of a process that calls the driver.
+        drivers: that of the driver actor.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if callers != drivers:
+        raise ConfigError(
+            f"the code of the process that calls this pool ({callers}) is not that of its driver actor ({drivers}), "
+            f"which would read what it is sent as something else: install the same {DISTRIBUTION} on all nodes, and "
+            "launch the pool anew where its own is the older"
+        )

@@ -175,7 +175,7 @@ class Lifecycle:
 
     def abort(self, keys: Mapping[int, list[int]]) -> None:
         """Nobody waits for these requests of each DP rank any more."""
-        if keys and self.state is DriverState.READY:
+        if keys and self.state in DELIVERING:
             self.gang.deliver({dp_rank: Intake(aborts=tuple(some)) for dp_rank, some in keys.items()})
             self.hand_out()
 

@@ -32,7 +32,7 @@ from expert_pool.cluster import (
 from expert_pool.cluster.capture import CaptureOutcome
 from expert_pool.cluster.driver_handle import get_answer, named_driver
 from expert_pool.dispatch.errors import ExpertPoolError
-from expert_pool.graphs.plan import CaptureEntry, plan_captures
+from expert_pool.graphs.plan import CaptureEntry, CapturePlan, plan_captures
 from expert_pool.workers.engine import RankEngine
 from plain_ranks import RankGang
 from rank_faults import (
@@ -66,9 +66,11 @@ from rank_faults import (
 )
 from rank_insides import run_script
 from rank_logs import said_by
+from waiting import holds_in_time
 
 FULL_MATRIX = bool(os.environ.get("EXPERT_POOL_FULL_MATRIX"))
 WITHIN_S = 10.0
+LATE_S = 4.0
 MAX_REQUESTS = 3
 LIMITS = Limits(
     max_running_requests=MAX_REQUESTS,
@@ -284,6 +286,36 @@ def test_a_rank_that_raises_in_rehearsal_is_named_and_the_pool_goes_on(pool, ref
         assert [on_rank(pool, rank, capture_state) for rank in range(world_size)] == [(message, 0, 0)] * world_size
         assert pool.status().state == "ready"
     assert_whole_again(pool, references["qwen3_moe"])
+
+
+def agree_late(engine: RankEngine) -> None:
+    agree = engine.graphs.agree
+
+    def late(plan: CapturePlan) -> Any:
+        del engine.graphs.agree
+        time.sleep(LATE_S)
+        return agree(plan)
+
+    engine.graphs.agree = late
+
+
+def generated_tokens(pool: ExpertPool) -> int:
+    return sum(stats.generated_tokens for stats in pool.status().stats)
+
+
+def test_what_a_caller_leaves_during_a_capture_is_dropped_on_its_rank(pool):
+    before = generated_tokens(pool)
+    sampling = [SamplingParams(max_new_tokens=number, ignore_eos=True) for number in (1, 450)]
+    completions = pool.generate([PROMPTS[0]] * 2, sampling)
+    next(completions)
+    on_rank(pool, 0, agree_late)
+    captured = pool._driver.recapture.remote()
+    assert holds_in_time(lambda: pool.status().state == "capturing", LATE_S)
+    completions.close()
+    assert get_answer(captured).dropped == ()
+    idle = lambda: all(stats.running + stats.waiting == 0 for stats in pool.status().stats)  # noqa: E731
+    assert holds_in_time(idle, WITHIN_S)
+    assert generated_tokens(pool) - before < 450
 
 
 ENDINGS = [("dying", "rehearse"), *((by, stage) for by in ("raising", "dying") for stage in ("warm_up", "record"))]

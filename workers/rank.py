@@ -59,6 +59,8 @@ class Rank:
     """
 
     def __init__(self, config: RankConfig, rank: int, pool: str = ""):
+        # First: what is imported below takes seconds, in which the parent may end.
+        end_with_parent()
         # The driver imports this module to name the class; only a rank needs PyTorch.
         from .engine import RankEngine, gloo_interface
 
@@ -70,7 +72,6 @@ class Rank:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._engine = RankEngine(config, rank)
         configure_logs(pool, rank, lambda: self._engine.step, config.worker.log_level)
-        end_with_parent()
 
     def place(self) -> RankPlace:
         context = ray.get_runtime_context()

@@ -217,10 +217,12 @@ class _Run:
             )
             answered = set()
             try:
-                for completion in completions:
-                    index = left[completion.index]
-                    self._take_in(self.entries[index], completion, writer, progress)
-                    answered.add(index)
+                # An error of ours keeps this frame, and with it the stream, until after the pool is shut down.
+                with contextlib.closing(completions):
+                    for completion in completions:
+                        index = left[completion.index]
+                        self._take_in(self.entries[index], completion, writer, progress)
+                        answered.add(index)
                 return
             except DriverRestartError as error:
                 left = [index for index in left if index not in answered]
@@ -233,11 +235,12 @@ class _Run:
         writer: OutputWriter,
         progress: GenerationProgress,
     ) -> None:
-        progress.on_completion(completion.num_completion_tokens, completion.finish_reason == "error")
-        if completion.finish_reason == "error":
+        failed = completion.finish_reason == "error"
+        if failed:
             self.say(f"request {entry.id!r} failed: {completion.error}")
         else:
             writer.write(_output_line(entry, completion))
+        progress.on_completion(completion.num_completion_tokens, failed)
 
     def _tokenized(self, spec: ModelSpec) -> list[tuple[int, ...]]:
         for entry in self.entries:

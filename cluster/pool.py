@@ -3,7 +3,7 @@
 import functools
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -167,8 +167,10 @@ class ExpertPool:
         prompts: Iterable[str | Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         on_stats: Callable[[RankStats], None] | None = None,
-    ) -> Iterator[PoolCompletion]:
+    ) -> Generator[PoolCompletion, None, None]:
         """Run prompts; completions come as they finish, in any order (`index` says which is which).
+
+        What is still open when the generator is closed is dropped from the ranks.
 
         Args:
             prompts: texts, or token ids; a model folder without a tokenizer takes token ids only.
@@ -267,7 +269,7 @@ class ExpertPool:
 
     def _completions(
         self, requests: list[Prompt], on_stats: Callable[[RankStats], None] | None
-    ) -> Iterator[PoolCompletion]:
+    ) -> Generator[PoolCompletion, None, None]:
         if not requests:
             return
         driver = self._running_driver()

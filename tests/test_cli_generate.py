@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -107,6 +108,21 @@ def test_an_interrupted_run_keeps_what_is_finished_and_the_next_one_completes_it
     result = CliRunner().invoke(main, ["generate", *arguments])
     assert (result.exit_code, result.output) == (0, f"12 of 12 requests are in {output} already\n")
     assert lines_of(output) == done
+
+
+def test_an_output_that_goes_away_ends_the_run_with_the_count_of_what_it_held_and_nothing_of_rays(long_job):
+    output, arguments = long_job
+    run = Run(*arguments, "--max-running-requests", "1")
+    run.await_lines(output, 0)
+    moved = output.rename(output.with_name("moved.jsonl"))
+
+    said, _ = run.process.communicate(timeout=EXIT_S)
+    assert run.process.returncode == 1, said
+    assert f"failed: --output {output}: was removed or replaced while this run wrote it" in said
+    [counted] = re.findall(r"^(\d+) of 12 requests, \d+ tokens in ", said, re.MULTILINE)
+    assert int(counted) == len(lines_of(moved)) - 1, "the line that found its file gone is not counted"
+    # The stream of completions is closed before the pool is shut down: nobody reads what it says of that.
+    assert "Unhandled error" not in said
 
 
 @pytest.fixture

@@ -175,6 +175,7 @@ class _Run:
         """Complete what the output does not hold; returns the exit code. The pool is opened last, if it is needed."""
         token_ids = self._tokenized(spec)
         with open_output(self.output_path) as writer:
+            self._refuse_others_output(writer.finished, token_ids)
             left = [index for index, entry in enumerate(self.entries) if entry.id not in writer.finished_ids]
             if len(left) < len(self.entries):
                 num_done = len(self.entries) - len(left)
@@ -199,6 +200,16 @@ class _Run:
                     self._write_trace(pool, self.trace)
                 self._report_graphs(pool)
         return EXIT_FAILED if progress.failed else 0
+
+    def _refuse_others_output(self, finished: dict[str, int], token_ids: list[tuple[int, ...]]) -> None:
+        """Ids are line numbers by default: an output of other prompts would pass for theirs."""
+        for entry, ids in zip(self.entries, token_ids, strict=True):
+            if (held := finished.get(entry.id, len(ids))) != len(ids):
+                raise ConfigError(
+                    f"--output {self.output_path}: holds id {entry.id!r} with a prompt of {held} tokens, and that of "
+                    f"--prompts {self.prompts_path}, line {entry.line_number}, has {len(ids)}: it is the output of "
+                    "other prompts or of another model's tokenizer; give another file"
+                )
 
     def _complete_all(
         self,

@@ -9,6 +9,7 @@ import contextlib
 import threading
 import time
 import uuid
+from collections.abc import Set
 from types import TracebackType
 from typing import Any
 
@@ -21,11 +22,14 @@ PART_S, PART_BYTES, GIVE_UP_S = 10.0, 8 * 1024**2, 60.0
 
 
 class PartsWriter:
-    """Writes parts into a folder; knows which ids it already holds.
+    """Writes parts into a folder; knows what it already holds.
 
     Args:
         url: of the folder.
         part_s: how long a finished request may wait for others before it is in the store.
+
+    Attributes:
+        finished: tokens of the prompts that the parts hold, by id.
 
     Raises:
         ConfigError: nothing can be written there, or it holds lines that are not this tool's.
@@ -46,10 +50,15 @@ class PartsWriter:
         self._uploading = threading.Lock()
         self._due, self._closed = threading.Event(), threading.Event()
         self._folder, self._path = self._open()
-        self.finished_ids = self._read_finished()
+        self.finished = self._read_finished()
         self._probe()
         self._thread = threading.Thread(target=self._keep_flushing, name="output parts", daemon=True)
         self._thread.start()
+
+    @property
+    def finished_ids(self) -> Set[str]:
+        """Ids of the requests that are in the output."""
+        return self.finished.keys()
 
     def write(self, line: OutputLine) -> None:
         """Take one line; it is in the store after at most `part_s`, a `flush` or `close`.
@@ -64,7 +73,7 @@ class PartsWriter:
             self._pending.append(encoded)
             self._pending_bytes += len(encoded)
             full = self._pending_bytes >= PART_BYTES
-        self.finished_ids.add(line.id)
+        self.finished[line.id] = line.num_prompt_tokens
         if full:
             self._due.set()
 
@@ -105,8 +114,8 @@ class PartsWriter:
             raise ConfigError(f"--output {self._url}: {error}") from error
         return filesystem, path.rstrip("/")
 
-    def _read_finished(self) -> set[str]:
-        finished: set[str] = set()
+    def _read_finished(self) -> dict[str, int]:
+        finished: dict[str, int] = {}
         try:
             self._folder.invalidate_cache()
             if self._folder.isfile(self._path):

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import re
+from collections.abc import Set
 from pathlib import Path
 from types import TracebackType
 
@@ -29,10 +30,13 @@ def open_output(output: str) -> "OutputWriter":
 
 
 class CompletionWriter:
-    """Appends to a JSONL file; knows which ids it already holds.
+    """Appends to a JSONL file; knows what it already holds.
 
     A last line cut short (the machine died while it was written) is dropped, and its request runs again. While it is
     open no other writer may have the file: two runs that continue it side by side would both complete what is left.
+
+    Attributes:
+        finished: tokens of the prompts that the file holds, by id.
 
     Raises:
         ConfigError: the file cannot be written, another run writes it, or it holds lines that are not this tool's.
@@ -52,10 +56,15 @@ class CompletionWriter:
             raise ConfigError(f"--output {path}: cannot be written: {error.strerror}: {error.filename}") from error
         try:
             self._refuse_second_writer()
-            self.finished_ids = self._read_finished()
+            self.finished = self._read_finished()
         except BaseException:
             self._file.close()
             raise
+
+    @property
+    def finished_ids(self) -> Set[str]:
+        """Ids of the requests that are in the output."""
+        return self.finished.keys()
 
     def write(self, line: OutputLine) -> None:
         """Append one line; it is with the operating system when this returns.
@@ -70,9 +79,9 @@ class CompletionWriter:
         except OSError as error:
             raise ExpertPoolError(
                 f"--output {self._path}: cannot be written any further: {error.strerror}; it holds "
-                f"{len(self.finished_ids)} finished requests; make room and run again to complete it"
+                f"{len(self.finished)} finished requests; make room and run again to complete it"
             ) from error
-        self.finished_ids.add(line.id)
+        self.finished[line.id] = line.num_prompt_tokens
         self.flush()
 
     def flush(self) -> None:
@@ -88,12 +97,12 @@ class CompletionWriter:
         if not is_there:
             raise ExpertPoolError(
                 f"--output {self._path}: was removed or replaced while this run wrote it, and with it "
-                f"{len(self.finished_ids)} finished requests; run again to complete them"
+                f"{len(self.finished)} finished requests; run again to complete them"
             )
 
     def close(self) -> None:
         """An empty file that was not there before does not stay."""
-        if self._is_new and not self.finished_ids:
+        if self._is_new and not self.finished:
             with contextlib.suppress(OSError):
                 if os.fstat(self._file.fileno()).st_size == 0:
                     os.unlink(self._path)
@@ -117,7 +126,7 @@ class CompletionWriter:
         except OSError:
             return  # some network file systems know no locks
 
-    def _read_finished(self) -> set[str]:
+    def _read_finished(self) -> dict[str, int]:
         try:
             with open(self._path, "rb") as file:
                 finished, whole = finished_in(file, self._path)

@@ -20,13 +20,13 @@ class OutputLine(msgspec.Struct, frozen=True):
     num_completion_tokens: int
 
 
-def finished_in(file: Iterable[bytes], source: str) -> tuple[set[str], int]:
-    """The ids of the lines of one file, and how many bytes are whole lines: a last one may have been cut short.
+def finished_in(file: Iterable[bytes], source: str) -> tuple[dict[str, int], int]:
+    """The tokens of each finished prompt by its id, and how many bytes are whole lines: a last one may be cut short.
 
     Raises:
         ConfigError: a line that is not this tool's.
     """
-    finished: set[str] = set()
+    finished: dict[str, int] = {}
     whole = 0
     for number, line in enumerate(file, start=1):
         if not line.endswith(b"\n"):
@@ -37,12 +37,13 @@ def finished_in(file: Iterable[bytes], source: str) -> tuple[set[str], int]:
                 )
             break
         try:
-            finished.add(msgspec.json.decode(line, type=OutputLine).id)
+            held = msgspec.json.decode(line, type=OutputLine)
         except msgspec.DecodeError as error:
             raise ConfigError(
                 f"--output {source}, line {number}: not a completion of this tool ({error}); give another file, or "
                 "remove this one"
             ) from error
+        finished[held.id] = held.num_prompt_tokens
         whole += len(line)
     return finished, whole
 

@@ -4,6 +4,8 @@ import json
 
 import pytest
 from expert_pool.cluster import ConfigError, SamplingParams
+from expert_pool.cluster.output import open_output
+from expert_pool.cluster.output_line import OutputLine
 from expert_pool.cluster.prompts import PromptEntry, read_prompts
 
 DEFAULTS = SamplingParams(max_new_tokens=7, temperature=0.5)
@@ -138,6 +140,20 @@ def test_a_sampling_option_out_of_bounds_is_refused(
         "generate", "--model", random_models["qwen3_moe"], "--prompts", path, "--output", tmp_path / "o", option, value
     )
     assert complaint in said
+
+
+@pytest.mark.parametrize("to", ["{}/out.jsonl", "file://{}/out.jsonl", "memory://{}/out"])
+def test_an_output_of_other_prompts_is_refused_and_kept(to, refused, prompts_file, random_models, tmp_path):
+    """Ids that are line numbers are those of every file of prompts, whose requests would pass for finished."""
+    output = to.format(tmp_path)
+    with open_output(output) as writer:
+        writer.write(OutputLine("1", (7,), None, "length", num_prompt_tokens=3, num_completion_tokens=1))
+        writer.write(OutputLine("2", (7,), None, "length", num_prompt_tokens=2, num_completion_tokens=1))
+    path = prompts_file({"prompt_token_ids": [5] * 3}, {"prompt_token_ids": [5] * 4})
+    said = refused("generate", "--model", random_models["qwen3_moe"], "--prompts", path, "--output", output)
+    assert f"--output {output}: holds id '2' with a prompt of 2 tokens, and that of --prompts {path}, line 2" in said
+    with open_output(output) as writer:
+        assert writer.finished == {"1": 3, "2": 2}
 
 
 def test_the_seed_of_a_run_gives_every_line_one_of_its_own(prompts_file):

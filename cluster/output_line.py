@@ -31,17 +31,13 @@ def finished_in(file: Iterable[bytes], source: str) -> tuple[dict[str, int], int
     for number, line in enumerate(file, start=1):
         if not line.endswith(b"\n"):
             if not _is_torn_line(line):
-                raise ConfigError(
-                    f"--output {source}, line {number}: not a completion of this tool; give another file, or remove "
-                    "this one"
-                )
+                raise ConfigError(f"--output {source}, line {number}: not a completion of this tool; give another file")
             break
         try:
             held = msgspec.json.decode(line, type=OutputLine)
         except msgspec.DecodeError as error:
             raise ConfigError(
-                f"--output {source}, line {number}: not a completion of this tool ({error}); give another file, or "
-                "remove this one"
+                f"--output {source}, line {number}: not a completion of this tool ({error}); give another file"
             ) from error
         finished[held.id] = held.num_prompt_tokens
         whole += len(line)

@@ -104,6 +104,15 @@ def test_a_path_below_a_file_is_refused(tmp_path):
         CompletionWriter(str(tmp_path / "file" / "out.jsonl"))
 
 
+def test_prompts_as_their_own_output_are_refused_and_nobody_is_told_to_remove_them(
+    refused, prompts_file, random_models
+):
+    prompts = prompts_file({"prompt_token_ids": [5]})
+    said = refused("generate", "--model", random_models["qwen3_moe"], "--prompts", prompts, "--output", prompts)
+    assert f"--output {prompts}, line 1: not a completion of this tool" in said
+    assert said.endswith("; give another file\n")
+
+
 def test_a_file_that_can_be_written_and_not_read_is_refused():
     with pytest.raises(ConfigError, match=r"^--output .*/clear_refs: cannot be read to be continued: "):
         CompletionWriter("/proc/self/clear_refs")

@@ -3,16 +3,23 @@
 from collections.abc import Iterator
 
 from rich.console import Console, Group
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from .graph_report import graph_summary
 from .pool_status import PoolStatus
 
+_UNBOUNDED = 1_000_000
+
 
 def print_status(status: PoolStatus, console: Console) -> None:
     """Everything about the pool: its state, ranks and where they run, load and KV use, graphs, ways to the experts."""
-    console.print(status_report(status), highlight=False, soft_wrap=True)
+    report = status_report(status)
+    if not console.is_terminal:  # what is piped has no width of its own, and whoever reads it wants addresses whole
+        needed = Measurement.get(console, console.options.update(width=_UNBOUNDED), report).maximum
+        console.width = max(console.width, needed)
+    console.print(report, highlight=False, soft_wrap=True)
 
 
 def status_report(status: PoolStatus) -> Group:

@@ -24,12 +24,15 @@ from expert_pool.cluster import ExpertPool, Limits, PoolConfig, SamplingParams, 
 from expert_pool.cluster.cli import _Run, main
 from expert_pool.cluster.driver_handle import get_answer
 from expert_pool.cluster.metrics import METRICS, PoolMetrics, imbalance
+from expert_pool.cluster.pool_status import PoolStatus
 from expert_pool.cluster.status_report import print_status
 from expert_pool.cluster.trace_clock import offset_of
 from expert_pool.cluster.trace_file import TraceFile
 from expert_pool.dispatch.layout import Layout
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.logs import KeyValueFormatter
+from expert_pool.workers.rank import RankPlace
+from expert_pool.workers.rank_config import LoadReport
 from expert_pool.workers.request import RankStats
 from expert_pool.workers.trace import StepTrace, TraceEvent
 from plain_ranks import run_on_ranks
@@ -297,6 +300,18 @@ def test_status_shows_ranks_batches_and_graphs(pool):
         )
         assert f" {one.steps} " in row
     assert "steps replayed" in text
+
+
+def test_a_status_that_is_piped_is_as_wide_as_it_needs():
+    """Where there is no terminal there are 80 columns, in which addresses and names of columns were cut short."""
+    place = RankPlace(rank=0, node_id="0123456789abcdef", address="192.168.100.200", pid=4242424, gpu_ids=("0", "1"))
+    loads = (LoadReport(0, *[2**30 + 2**28] * 3, 4096, 2**20, 1.0, 0, 0),)
+    status = PoolStatus("ready", None, (place,), loads, (RankStats(0),), (), 1.0, None, 0, None, 0, "node", 1, 0)
+    piped = io.StringIO()
+    print_status(status, Console(file=piped, width=80))
+    assert "│ 01234567 │ 192.168.100.200 │ 4242424 │ 0, 1 │" in piped.getvalue()
+    assert "exchange buffers" in piped.getvalue()
+    assert "…" not in piped.getvalue()
 
 
 def test_logs_of_ranks_say_pool_rank_and_step(pool):

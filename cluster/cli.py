@@ -1,6 +1,7 @@
 """The command line: `expert-pool generate` and `plan`, and `launch`, `status` and `shutdown` for a pool that stays."""
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from .trace_file import TraceFile
 from .validation import validate
 
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
+_IGNORE_UNREAD_ERRORS = "RAY_IGNORE_UNHANDLED_ERRORS"
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -186,6 +188,7 @@ class _Run:
                 try:
                     self._complete_all(pool, left, token_ids, writer, progress)
                 except BaseException:
+                    os.environ[_IGNORE_UNREAD_ERRORS] = "1"  # Ray would print, as an error, what nobody asks for now
                     try:
                         writer.flush()
                     except ExpertPoolError as unwritten:  # it must not hide why the run ends

@@ -91,6 +91,7 @@ def test_an_interrupted_run_keeps_what_is_finished_and_the_next_one_completes_it
     assert exit_code == 130, said
     assert "interrupted; finished requests are in the output file" in said
     assert "Traceback" not in said
+    assert "Unhandled error" not in said
     assert run.left_over() == []
     after = lines_of(output)
     assert 0 < len(after) < 12

@@ -33,6 +33,7 @@ _IGNORE_UNREAD_ERRORS = "RAY_IGNORE_UNHANDLED_ERRORS"
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="expert-pool", prog_name="expert-pool", message="%(prog)s %(version)s")
 def main() -> None:
     """Run Mixture-of-Experts language models on a pool of Ray actors, experts divided over all of them."""
 

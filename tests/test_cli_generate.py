@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -166,6 +167,12 @@ def test_help_names_the_commands_and_a_missing_option_is_a_usage_error():
     result = CliRunner().invoke(main, ["generate", "--model", "x"])
     assert result.exit_code == 2
     assert "Missing option '--prompts'" in result.output
+
+
+def test_the_version_is_that_of_the_package():
+    declared = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]["version"]
+    result = CliRunner().invoke(main, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"expert-pool {declared}\n")
 
 
 def test_plan_starts_nothing_and_shows_what_a_rank_holds(random_models):

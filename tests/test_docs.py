@@ -146,7 +146,7 @@ def test_rooms_in_the_architecture_are_files_of_the_house():
 
 @pytest.mark.parametrize("document", ["README.md", "docs/operations.md"])
 def test_options_in_a_document_are_options_of_the_command_line(document):
-    known = {option for command in main.commands.values() for one in command.params for option in one.opts}
+    known = {option for command in (main, *main.commands.values()) for one in command.params for option in one.opts}
     commands = re.findall(
         r"^(?:.* -- )?(expert-pool .*)|`(--[^`]*|expert-pool [^`]*)`", text_of(document), re.MULTILINE
     )

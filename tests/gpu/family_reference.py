@@ -9,6 +9,8 @@ import torch
 
 DECODED = 4
 RELATIVE_BOUND, SAME_BOUND = 3e-2, 0.99
+# Of one position a sequence: a share of 0.01 gives more than these in one of 200 runs.
+FEW_OTHERS = 3
 TIE = 2.0**-7
 # A swapped pair of experts has to move logits by more than three times the bound, or the bound would say little.
 SWAP_BOUND = 0.1
@@ -100,9 +102,8 @@ def compare(name: str, ours: dict[str, Reference], half: Reference, full: Refere
         alike, error = ~elsewhere, relative(mine, theirs)
         overall, steady = (float((mine[of] - theirs[of]).norm() / theirs[of].norm()) for of in (slice(None), alike))
         same = same_argmax(mine, theirs)
-        # Of few positions one may differ, and those that are routed elsewhere say nothing of the others.
-        judged = same_argmax(mine[alike], theirs[alike]) if pick == LAST_PREFILLED else same
-        good = steady <= RELATIVE_BOUND and len(mine) * (1 - judged) <= max(1.0, len(mine) * (1 - SAME_BOUND))
+        most_others = FEW_OTHERS if pick == LAST_PREFILLED else len(mine) * (1 - SAME_BOUND)
+        good = steady <= RELATIVE_BOUND and len(mine) * (1 - same) <= most_others
         good = good and float(elsewhere.float().mean()) <= ELSEWHERE_BOUND * float(own.float().mean())
         rows.append(
             (

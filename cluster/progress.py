@@ -9,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..workers.request import RankStats
 
 _LINE_INTERVAL_S = 5.0
+_WIDTH_WITH_TIME_LEFT = 100
 _COUNTED = ("generated_tokens", "decode_seconds", "decode_model_seconds")
 
 
@@ -17,6 +18,7 @@ class GenerationProgress:
 
     Ranks count from their own start, for every caller of the pool: what is shown is what their counters gain during
     this run. So the rate while it lasts is the pool's, other callers' tokens included; the summary counts its own.
+    The time left is this run's own: as if what is left finished as fast as what has. A bar has it on wide terminals.
 
     Args:
         console: where to; a terminal gets a bar.
@@ -92,13 +94,27 @@ class GenerationProgress:
     def _show(self) -> None:
         now = time.monotonic()
         if self._bar is not None:
-            self._bar.update(self._task, completed=self.requests, detail=self._detail(now))
+            time_left = self._time_left(now) if self._console.width >= _WIDTH_WITH_TIME_LEFT else ""
+            self._bar.update(self._task, completed=self.requests, detail=self._detail(now, time_left))
         elif now - self._last_line >= _LINE_INTERVAL_S:
             self._last_line = now
-            self._console.print(f"{self.requests} of {self._total} requests, {self._detail(now)}", highlight=False)
+            detail = self._detail(now, self._time_left(now))
+            self._console.print(f"{self.requests} of {self._total} requests, {detail}", highlight=False)
 
-    def _detail(self, now: float) -> str:
+    def _time_left(self, now: float) -> str:
+        """Empty while nothing has finished, and once everything has."""
+        if not 0 < self.requests < self._total:
+            return ""
+        return f"about {_rounded((now - self._started) / self.requests * (self._total - self.requests))} left, "
+
+    def _detail(self, now: float, time_left: str) -> str:
         seconds = 0.0 if self._first_stats is None else now - self._first_stats
         rate = f"{self._gained['generated_tokens'] / max(seconds, 1e-9):.0f} tokens/s"
         ranks = " ".join(f"[{rank}] {stats.running}/{stats.waiting}" for rank, stats in sorted(self._stats.items()))
-        return f"{rate}, running/waiting {ranks}".replace("[", r"\[")
+        return f"{rate}, {time_left}running/waiting {ranks}".replace("[", r"\[")
+
+
+def _rounded(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"

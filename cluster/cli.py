@@ -24,7 +24,7 @@ from .output_line import OutputLine
 from .pool import ExpertPool, PoolCompletion
 from .progress import GenerationProgress
 from .prompts import PromptEntry, read_prompts
-from .tokens import load_tokenizer, tokenize
+from .tokens import Chat, load_tokenizer, needs_tokenizer, render_chat, tokenize
 from .trace_file import TraceFile
 from .validation import validate
 
@@ -259,13 +259,14 @@ class _Run:
 
     def _tokenized(self, spec: ModelSpec) -> list[tuple[int, ...]]:
         for entry in self.entries:
-            is_text = isinstance(entry.prompt, str)
-            if not spec.has_tokenizer and (is_text or entry.sampling.stop):
-                what = "the prompt is text" if is_text else f"stop={entry.sampling.stop!r} is text"
-                raise self._bad(entry, f"{what}, and the model folder carries no tokenizer: give token ids alone")
-        prompts = [entry.prompt for entry in self.entries]
-        tokenizer = load_tokenizer(spec) if any(isinstance(prompt, str) for prompt in prompts) else None
-        token_ids = tokenize(prompts, tokenizer)
+            if spec.has_tokenizer or not (needs_tokenizer(entry.prompt) or entry.sampling.stop):
+                continue
+            what = f"stop={entry.sampling.stop!r} is text"
+            if needs_tokenizer(entry.prompt):
+                what = "the prompt is text" if isinstance(entry.prompt, str) else "the prompt is chat messages"
+            raise self._bad(entry, f"{what}, and the model folder carries no tokenizer: give token ids alone")
+        tokenizer = load_tokenizer(spec) if any(needs_tokenizer(entry.prompt) for entry in self.entries) else None
+        token_ids = tokenize([self._rendered(entry, tokenizer) for entry in self.entries], tokenizer)
         for entry, ids in zip(self.entries, token_ids, strict=True):
             if foreign := [token for token in ids if not 0 <= token < spec.vocab_size]:
                 raise self._bad(entry, f"token id {foreign[0]} is outside the model's vocabulary of {spec.vocab_size}")
@@ -276,6 +277,15 @@ class _Run:
                     f"{spec.context_length - 1}",
                 )
         return token_ids
+
+    def _rendered(self, entry: PromptEntry, tokenizer: Any) -> str | tuple[int, ...]:
+        """Chat messages as token ids; any other prompt as it is."""
+        if not isinstance(entry.prompt, Chat):
+            return entry.prompt
+        try:
+            return render_chat(entry.prompt, tokenizer)
+        except ConfigError as error:
+            raise self._bad(entry, str(error)) from error
 
     def _bad(self, entry: PromptEntry, problem: str) -> ConfigError:
         return ConfigError(f"--prompts {self.prompts_path}, line {entry.line_number}: {problem}")

@@ -139,6 +139,8 @@ def _explained(error: msgspec.ValidationError, settings: dict[str, Any], kind: A
         return f"{name}={value}: set {what} to {wanted}"
     if text.startswith("Invalid enum value") and (allowed := _choices(kind, steps)):
         return f"{name}={value}: set {name} to one of {', '.join(map(str, allowed))}"
+    if match := re.fullmatch(r"Object contains unknown field `(.+)`", text):
+        return f"{name}={value}: unknown key {match[1]}: remove it"
     if match := re.fullmatch(r"Object missing required field `(.+)`", text):
         return f"{name}{'.' if name else ''}{match[1]} is missing: set it"
     return f"{name}={value}: {text}" if name else text

@@ -23,7 +23,7 @@ from .lifeline import lasting_lifeline_to, lifeline_to
 from .pool_status import PoolStatus
 from .same_code import own_code, require_same_code
 from .session import connect_ray, join_ray, leave_ray
-from .tokens import load_tokenizer, tokenize
+from .tokens import AnyPrompt, load_tokenizer, needs_tokenizer, tokenize
 from .validation import validate
 
 logger = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class ExpertPool:
 
     def generate(
         self,
-        prompts: Iterable[str | Sequence[int]],
+        prompts: Iterable[AnyPrompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         on_stats: Callable[[RankStats], None] | None = None,
     ) -> Generator[PoolCompletion, None, None]:
@@ -173,14 +173,17 @@ class ExpertPool:
         What is still open when the generator is closed is dropped from the ranks.
 
         Args:
-            prompts: texts, or token ids; a model folder without a tokenizer takes token ids only.
+            prompts: each a text, token ids, or chat messages: a list of mappings with the texts `role` and `content`
+                and nothing else, which the chat template of the model's tokenizer renders, up to where the answer
+                begins. A model folder without a tokenizer takes token ids only.
             sampling: for all prompts, or one each. Greedy with 128 tokens by default.
             on_stats: receives the counters of a DP rank: with what finished there, and else about once a second each.
 
         Raises:
-            CheckpointError: a text, and the model folder's tokenizer cannot be read from here.
-            ConfigError: a text where there is no tokenizer, another number of sampling settings than prompts, or this
-                process runs other code than the driver actor.
+            CheckpointError: a text or messages, and the model folder's tokenizer cannot be read from here.
+            ConfigError: a text or messages where there is no tokenizer, messages where it has no chat template or that
+                the template does not take, another number of sampling settings than prompts, or this process runs
+                other code than the driver actor.
             DriverRestartError: the pool's driver actor ended, and the requests in flight with it; completions yielded
                 before stay valid. It is started anew: ask again for those that are missing, which waits for the pool.
             RankError: ranks failed more often than `recovery` restarts them (completions yielded before stay valid),
@@ -195,7 +198,7 @@ class ExpertPool:
         for one in each:
             if not isinstance(one, SamplingParams):
                 raise ConfigError(f"sampling settings are SamplingParams, not {type(one).__name__}: {one!r:.60}")
-        tokenizer = self._tokenizer() if any(isinstance(prompt, str) for prompt in prompts) else None
+        tokenizer = self._tokenizer() if any(map(needs_tokenizer, prompts)) else None
         requests = [
             Prompt(token_ids, _with_seed(one))
             for token_ids, one in zip(tokenize(prompts, tokenizer), each, strict=True)

@@ -8,15 +8,20 @@ import msgspec
 from ..dispatch.errors import ConfigError
 from ..workers.request import SamplingParams
 from .decoding import decode, parse_json
-from .tokens import refuse_broken_text
+from .tokens import Chat, Message, refuse_broken_text
+
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 
 
 class PromptLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One line: `prompt` or `prompt_token_ids`, an optional `id`, and what differs from the run's sampling settings."""
+    """One line: `prompt`, `prompt_token_ids` or `messages`, an optional `id`, and what differs from the run's sampling
+    settings.
+    """
 
     id: str | int | None = None
     prompt: str | None = None
     prompt_token_ids: tuple[int, ...] | None = None
+    messages: tuple[Message, ...] | None = None
     max_new_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -27,11 +32,11 @@ class PromptLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class PromptEntry(msgspec.Struct, frozen=True):
-    """A prompt ready to run; `id` is the line's own, or its number counted from 1."""
+    """A prompt as its line gives it; `id` is the line's own, or its number counted from 1."""
 
     id: str
     line_number: int
-    prompt: str | tuple[int, ...]
+    prompt: str | tuple[int, ...] | Chat
     sampling: SamplingParams
 
 
@@ -44,8 +49,8 @@ def read_prompts(path: str, defaults: SamplingParams) -> list[PromptEntry]:
 
     Raises:
         ConfigError: the file cannot be read or holds no prompt; or a line is not JSON, has an unknown key or one twice,
-            neither or both of `prompt` and `prompt_token_ids`, an empty prompt, a setting out of bounds, or the id of
-            another.
+            not exactly one of `prompt`, `prompt_token_ids` and `messages`, an empty prompt, a message that is more or
+            less than two texts, a setting out of bounds, or the id of another.
     """
     try:
         # Lines end at line feeds alone: JSON allows other line separators inside its strings.
@@ -80,16 +85,19 @@ def _parse(where: str, number: int, text: str, defaults: SamplingParams) -> Prom
         raise ConfigError(f"{where}: a {type(fields).__name__}, not a JSON object")
     line = decode(fields, PromptLine, where)
     try:
-        if (line.prompt is None) == (line.prompt_token_ids is None):
-            raise ConfigError("give either prompt or prompt_token_ids")
+        given = [name for name in _PROMPT_KEYS if getattr(line, name) is not None]
+        if len(given) != 1:
+            raise ConfigError(f"give one of {', '.join(_PROMPT_KEYS)}; the line has {' and '.join(given) or 'none'}")
         for text_in_line in (line.id, line.prompt):
             if isinstance(text_in_line, str):
                 refuse_broken_text("the line", text_in_line)
         if any(not -(2**63) <= token_id < 2**63 for token_id in line.prompt_token_ids or ()):
             raise ConfigError("a token id does not fit into 64 bits")
-        prompt = line.prompt if line.prompt is not None else line.prompt_token_ids
+        prompt = getattr(line, given[0])
         if not prompt:
-            raise ConfigError("the prompt is empty")
+            raise ConfigError(f"the prompt is empty: {given[0]}={fields[given[0]]!r}")
+        if line.messages is not None:
+            prompt = Chat(line.messages)
         own_id = str(number) if line.id is None else str(line.id)
         return PromptEntry(id=own_id, line_number=number, prompt=prompt, sampling=_sampling(line, own_id, defaults))
     except ConfigError as error:

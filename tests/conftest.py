@@ -11,6 +11,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_ADDRESS", "local")
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,8 @@ import torch
 from click.testing import CliRunner
 from expert_pool.cluster.cli import main
 from models import ALL_FAMILIES, save_random_model
-from transformers import AutoModelForCausalLM
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 torch.set_num_threads(1)
@@ -62,6 +64,31 @@ def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for family in ALL_FAMILIES:
         save_random_model(family, folder / family)
     return {family: str(folder / family) for family in ALL_FAMILIES}
+
+
+CHAT_TEMPLATE = """<|endoftext|>{% for message in messages %}
+{% if message.role not in ("system", "user", "assistant") %}
+{{ raise_exception("Unexpected role " + message.role) }}
+{% endif %}
+{{ message.role }}: {{ message.content }}
+{% endfor %}
+{% if add_generation_prompt %}
+assistant:
+{%- endif %}"""
+
+
+@pytest.fixture(scope="session")
+def chat_model(tiny_moe: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The example model with a chat template, whose tokenizer puts a token of its own before every text."""
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(tiny_moe, folder)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_moe, local_files_only=True)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", tokenizer.eos_token_id)]
+    )
+    tokenizer.save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, "utf-8")
+    return str(folder)
 
 
 class Reference:

@@ -7,8 +7,10 @@ from expert_pool.cluster import ConfigError, SamplingParams
 from expert_pool.cluster.output import open_output
 from expert_pool.cluster.output_line import OutputLine
 from expert_pool.cluster.prompts import PromptEntry, read_prompts
+from expert_pool.cluster.tokens import Chat, Message
 
 DEFAULTS = SamplingParams(max_new_tokens=7, temperature=0.5)
+USER = {"role": "user", "content": "x"}
 
 
 def test_a_line_gives_a_prompt_an_id_and_what_differs_from_the_defaults(prompts_file):
@@ -18,12 +20,14 @@ def test_a_line_gives_a_prompt_an_id_and_what_differs_from_the_defaults(prompts_
         {"id": "b", "prompt_token_ids": [1, 2], "temperature": 0, "max_new_tokens": 3, "ignore_eos": True},
         {"id": 17, "prompt": "three", "stop": "end", "top_k": 4, "top_p": 0.5, "seed": 9},
         {"prompt": "four", "stop": ["a", "b"]},
+        {"messages": [USER, {"role": "assistant", "content": ""}], "prompt": None},
     )
     assert read_prompts(path, DEFAULTS) == [
         PromptEntry("1", 1, "one", DEFAULTS),
         PromptEntry("b", 3, (1, 2), SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)),
         PromptEntry("17", 4, "three", SamplingParams(7, 0.5, top_k=4, top_p=0.5, seed=9, stop=("end",))),
         PromptEntry("5", 5, "four", SamplingParams(7, 0.5, stop=("a", "b"))),
+        PromptEntry("6", 6, Chat((Message("user", "x"), Message("assistant", ""))), DEFAULTS),
     ]
 
 
@@ -43,11 +47,19 @@ def test_any_text_that_json_allows_is_read_as_it_is(prompts_file, tmp_path):
         ('{"prompt": "x"', "line 2: not JSON: "),
         ("hello", "line 2: not JSON: "),
         ('["x"]', "line 2: a list, not a JSON object"),
-        ("{}", "line 2: give either prompt or prompt_token_ids"),
-        ({"prompt": "x", "prompt_token_ids": [1]}, "line 2: give either prompt or prompt_token_ids"),
+        ("{}", "line 2: give one of prompt, prompt_token_ids, messages; the line has none"),
+        (
+            {"prompt": "x", "prompt_token_ids": [1]},
+            "line 2: give one of prompt, prompt_token_ids, messages; the line has prompt and prompt_token_ids",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "prompt": "x"},
+            "line 2: give one of prompt, prompt_token_ids, messages; the line has prompt and messages",
+        ),
         ('{"prompt": "x", "prompt": "y"}', "line 2: the key 'prompt' is there twice"),
         ({"prompt": ""}, "line 2: the prompt is empty"),
         ({"prompt_token_ids": []}, "line 2: the prompt is empty"),
+        ({"messages": []}, "line 2: the prompt is empty: messages=[]"),
         ({"prompt": 5}, "line 2: prompt=5: set prompt to a text or nothing"),
         ({"prompt_token_ids": [1, "x"]}, "line 2: prompt_token_ids[1]='x': set prompt_token_ids[1] to an integer"),
         ({"prompt_token_ids": [1, 999_999]}, "line 2: token id 999999 is outside the model's vocabulary of "),
@@ -56,12 +68,16 @@ def test_any_text_that_json_allows_is_read_as_it_is(prompts_file, tmp_path):
             "line 2: the prompt is text, and the model folder carries no tokenizer: give token ids alone",
         ),
         (
+            {"messages": [{"role": "user", "content": "x"}]},
+            "line 2: the prompt is chat messages, and the model folder carries no tokenizer: give token ids alone",
+        ),
+        (
             {"prompt_token_ids": [1], "stop": "x"},
             "line 2: stop=('x',) is text, and the model folder carries no tokenizer",
         ),
         ({"prompt": "x", "max_tokens": 5}, "line 2: unknown key max_tokens: did you mean max_new_tokens?"),
         ({"prompt": "x", "Temperatur": 5}, "line 2: unknown key Temperatur: did you mean temperature?"),
-        ({"prompt": "x", "zzz": 5}, "line 2: unknown key zzz: known: id, prompt, prompt_token_ids, max_new_tokens"),
+        ({"prompt": "x", "zzz": 5}, "line 2: unknown key zzz: known: id, prompt, prompt_token_ids, messages, "),
         ({"prompt": "x", "temperature": -1}, "line 2: temperature=-1.0: set temperature to 0 (greedy) or more"),
         (
             {"prompt": "x", "max_new_tokens": 0},
@@ -79,6 +95,52 @@ def test_a_bad_line_is_refused_by_its_number(line, complaint, refused, prompts_f
     path = prompts_file({"id": "first", "prompt_token_ids": [1]}, line, {"prompt_token_ids": [2]})
     said = refused("generate", "--model", random_models["qwen3_moe"], "--prompts", path, "--output", tmp_path / "o")
     assert f"--prompts {path}, {complaint}" in said
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint"),
+    [
+        ("x", "messages='x': set messages to a list or nothing"),
+        (
+            {"role": "user", "content": "x"},
+            "messages={'role': 'user', 'content': 'x'}: set messages to a list or nothing",
+        ),
+        (["x"], "messages[0]='x': set messages[0] to a mapping"),
+        ([USER, {"role": "user", "content": 5}], "messages[1].content=5: set messages[1].content to a text"),
+        ([{"role": "user", "content": None}], "messages[0].content=None: set messages[0].content to a text"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+            "messages[0].content=[{'type': 'text', 'text': 'x'}]: set messages[0].content to a text",
+        ),
+        ([{"role": 1, "content": "x"}], "messages[0].role=1: set messages[0].role to a text"),
+        ([{"content": "x"}], "messages[0].role is missing: set it"),
+        ([USER, {"role": "user"}], "messages[1].content is missing: set it"),
+        ([{**USER, "nome": "y"}], "'nome': 'y'}: unknown key nome: remove it"),
+        (
+            [USER, {"role": "wizard", "content": "y"}],
+            "with the roles user, wizard: TemplateError: Unexpected role wizard; give messages that it takes, or a "
+            "text or token ids",
+        ),
+        ([{"role": "user", "content": "a\ud800"}], "a message's content is no valid text: 'utf-8' codec can't encode"),
+        ([{"role": "user", "content": "x " * 2000}], "the model's context of 1024 holds a prompt of at most 1023"),
+    ],
+)
+def test_bad_messages_are_refused_by_their_line(messages, complaint, refused, prompts_file, chat_model, tmp_path):
+    path = prompts_file({"messages": [USER]}, {"id": "bad", "messages": messages})
+    said = refused("generate", "--model", chat_model, "--prompts", path, "--output", tmp_path / "o")
+    assert f"--prompts {path}, line 2: " in said
+    assert complaint in said
+    assert not (tmp_path / "o").exists()
+
+
+def test_messages_for_a_model_without_a_chat_template_are_refused(refused, prompts_file, tiny_moe, tmp_path):
+    path = prompts_file({"prompt": "x"}, {"messages": [USER]})
+    said = refused("generate", "--model", tiny_moe, "--prompts", path, "--output", tmp_path / "o")
+    assert (
+        f"--prompts {path}, line 2: the prompt is chat messages, and the model folder carries no chat template "
+        "(chat_template.jinja, or chat_template in tokenizer_config.json): add the model's own, or give a text"
+    ) in said
     assert not (tmp_path / "o").exists()
 
 

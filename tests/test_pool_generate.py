@@ -112,7 +112,9 @@ def test_no_prompts_give_no_completions(pool):
 def test_what_cannot_be_a_request_is_refused_when_it_is_given(pool):
     with pytest.raises(ConfigError, match="1 sampling settings for 2 prompts: give one, or one a prompt"):
         pool.generate([[5], [6]], [SamplingParams()])
-    with pytest.raises(ConfigError, match="a prompt is a text or a sequence of integer token ids"):
+    with pytest.raises(
+        ConfigError, match="a prompt is a text, a sequence of integer token ids or a list of chat messages"
+    ):
         pool.generate([[5.5]])
 
 

@@ -7,7 +7,16 @@ import msgspec
 
 from ..dispatch.errors import ConfigError
 
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*tokens*.json", "*.model", "*.tiktoken", "tekken.json")
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "*tokens*.json",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "chat_template*",
+)
 
 
 class AttentionShape(msgspec.Struct, frozen=True):

@@ -62,7 +62,8 @@ def read_mapping(path: str, source: str) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{source}: neither YAML nor JSON: {' '.join(str(error).split())}") from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"{source}: holds {type(settings).__name__}, not a mapping of settings")
+        found = "nothing" if settings is None else type(settings).__name__
+        raise ConfigError(f"{source}: holds {found}, not a mapping of settings")
     return settings
 
 

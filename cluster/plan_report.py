@@ -154,9 +154,10 @@ def print_plan(report: PlanReport, console: Console) -> None:
         _say(console, f"  {bound.name}: {bound.value:,} {bound.unit}, by {bound.term}")
     _print_graphs(report, console)
     if config.dispatch not in ALL_TO_ALL_KINDS and config.limits.max_dispatch_tokens_per_rank is not None:
-        _say(console, f"limits.max_dispatch_tokens_per_rank rests: dispatch {config.dispatch} is not an all-to-all")
+        setting = "limits.max_dispatch_tokens_per_rank"
+        _say(console, f"{setting} has no effect: dispatch {config.dispatch} is not an all-to-all")
     if report.gpu_memory is None and report.gpu_memory_given:
-        _say(console, f"placement.gpu_memory_bytes rests: worker.device is {config.worker.device}")
+        _say(console, f"placement.gpu_memory_bytes has no effect: worker.device is {config.worker.device}")
     for refusal in report.refusals:
         _say(console, f"generate would refuse: {refusal}", style="yellow")
     for problem in report.problems:

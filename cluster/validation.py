@@ -31,6 +31,8 @@ def inspected(config: PoolConfig) -> ModelSpec:
     """The model of a pool. Ranks run in other working directories, so a relative folder is made absolute here."""
     from ..workers.inspection import inspect_model
 
+    if not config.model:
+        raise CheckpointError("model='' names no folder")
     return inspect_model(os.path.abspath(os.path.expanduser(config.model)), config.dtype)
 
 

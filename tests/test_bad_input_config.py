@@ -63,6 +63,7 @@ def said_of_config(refused, prompts_file, random_models, tmp_path):
         ("model: MODEL\nlimits: []", "--config FILE: limits=[]: set limits to a mapping"),
         ("ranks: 2", "--config FILE: model is missing: set it"),
         ("- model", "--config FILE: holds list, not a mapping of settings"),
+        ("# model: none yet", "--config FILE: holds nothing, not a mapping of settings"),
         ("model: [", "--config FILE: neither YAML nor JSON"),
         ("model: MODEL\nranks: 0", "ranks=0 is not a positive multiple of attn_tp_size=1"),
         ("model: MODEL\nranks: -2", "ranks=-2 is not a positive multiple of attn_tp_size=1"),

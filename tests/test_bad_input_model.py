@@ -82,6 +82,7 @@ def change_weights(folder: Path, change: Callable[[Weights], None]) -> None:
 
 
 def test_a_missing_folder(said_of, tmp_path):
+    assert "model='' names no folder" in said_of("")
     assert f"model='{tmp_path / 'nowhere'}' is not a folder" in said_of(tmp_path / "nowhere")
 
 

@@ -187,7 +187,7 @@ def test_the_memory_of_a_gpu_rests_on_cpus(tiny_moe):
     assert report.problems == ()
     assert report.gpu_memory is None
     options = ["plan", "--model", tiny_moe, "--ranks", "2", "--gpu-memory", "1"]
-    assert "placement.gpu_memory_bytes rests: worker.device is cpu" in CliRunner().invoke(main, options).output
+    assert "placement.gpu_memory_bytes has no effect: worker.device is cpu" in CliRunner().invoke(main, options).output
 
 
 def test_plan_says_how_to_learn_whether_a_pool_fits(tiny_moe):

@@ -260,7 +260,7 @@ def test_roles_can_be_planned_for(mode, tiny_moe, tmp_path):
 def test_plan_says_that_a_capacity_rests_where_nothing_uses_it(tiny_moe, tmp_path):
     limits = {"max_dispatch_tokens_per_rank": 1}
     output = plan(tiny_moe, tmp_path, ranks=2, dispatch="allgather", limits=limits)
-    assert "limits.max_dispatch_tokens_per_rank rests: dispatch allgather is not an all-to-all" in output
+    assert "limits.max_dispatch_tokens_per_rank has no effect: dispatch allgather is not an all-to-all" in output
 
 
 def test_what_a_launch_refuses_a_plan_refuses(tiny_moe):

@@ -239,3 +239,15 @@ def test_a_rank_that_would_measure_another_configuration_is_found_before_anythin
     pool = PoolConfig(model=random_models["qwen3_moe"], ranks=2, limits=Limits(chunked_prefill_size=64))
     answers = run_on_ranks(pool, largest_step_on_a_bare_cache, 1, graphs=False)
     assert all("ranks disagree before a step: config.num_blocks differs" in told for _, [told], _ in answers)
+
+
+def test_a_prefill_graph_needs_logits_of_its_requests_not_of_its_tokens(random_models):
+    """Counted by tokens, a large vocabulary would have such graphs refused on GPUs that have room for them."""
+    limits = Limits(max_running_requests=4, chunked_prefill_size=4096)
+    config = on_gpus(random_models["qwen3_moe"], limits=limits)
+    wide = msgspec.structs.replace(config, spec=msgspec.structs.replace(config.spec, vocab_size=1 << 20))
+    of_logits = activation_bytes(wide, CaptureEntry("piecewise", 4096)) - activation_bytes(
+        config, CaptureEntry("piecewise", 4096)
+    )
+    assert of_logits == 4 * 4 * ((1 << 20) - config.spec.vocab_size)
+    assert activation_bytes(wide, CaptureEntry("piecewise", 2)) > 2 * 4 * (1 << 20)

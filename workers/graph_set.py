@@ -99,10 +99,15 @@ def free_bytes(device: torch.device) -> int:
 
 
 def activation_bytes(config: RankConfig, entry: CaptureEntry) -> int:
-    """A lower bound on what a step of this entry allocates: hidden states of a layer or two, and logits in float32."""
+    """A lower bound on what a step of this entry allocates: hidden states of a layer or two, and logits in float32.
+
+    Of a prefill, which counts in tokens, logits of each request's last one alone.
+    """
     spec = config.spec
     hidden = max(spec.hidden_size, *(layer.hidden_size for layer in spec.moe))
-    return entry.num_tokens * (8 * hidden * spec.dtype_bytes + 4 * spec.vocab_size)
+    counts_tokens = KINDS[entry.kind].unit == "tokens"
+    num_due = min(entry.bucket, config.limits.max_running_requests) if counts_tokens else entry.num_tokens
+    return entry.num_tokens * 8 * hidden * spec.dtype_bytes + num_due * 4 * spec.vocab_size
 
 
 def make_graphs(

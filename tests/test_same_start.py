@@ -130,9 +130,21 @@ def test_a_node_that_has_its_ranks_communicate_otherwise_is_found_by_every_rank(
 
 
 def test_variables_are_alike_where_they_change_what_is_sent():
-    decisive = {"NCCL_PROTO": "LL", "NVSHMEM_SYMMETRIC_SIZE": "1G", "TORCH_NCCL_CUDA_EVENT_CACHE": "0"}
+    decisive = {
+        "NCCL_PROTO": "LL",
+        "NCCL_IB_ROCE_VERSION_NUM": "2",
+        "NVSHMEM_SYMMETRIC_SIZE": "1G",
+        "TORCH_NCCL_CUDA_EVENT_CACHE": "0",
+    }
     own = dict.fromkeys(("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NVSHMEM_HCA_LIST"), "of one node")
     own |= dict.fromkeys(("NCCL_DEBUG", "NCCL_DEBUG_FILE", "FLASHINFER_WORKSPACE_BASE", "CUTE_DSL_LOG_LEVEL"), "of one")
+    own |= {"NCCL_VERSION": "2.27.3-1", "NVSHMEM_PREFIX": "/opt/nvshmem", "NCCL_RAS_ADDR": "node-1:28028"}
+    own |= {
+        "NCCL_MNNVL_CLIQUE_ID": "3",
+        "NCCL_MNNVL_UUID": "7",
+        "CUTE_DSL_LIBS": "/venv/lib",
+        "FLASHINFER_NVCC": "/nvcc",
+    }
     own |= {"PATH": "/bin", "HF_HOME": "/models", "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "3"}
     assert variables_alike(own) == "none"
     assert variables_alike(own | decisive) == " ".join(f"{name}={decisive[name]}" for name in sorted(decisive))

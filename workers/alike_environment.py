@@ -10,9 +10,16 @@ OF_ONE_NODE = ("_IFNAME", "_HCA", "_HCA_LIST", "_HCA_PE_MAPPING", "_HOSTID", "_T
 """How names end that belong to a node's own hardware."""
 
 _PREFIXES = ("NCCL_", "NVSHMEM_", "TORCH_SYMM_MEM_", "TORCH_NCCL_", "FLASHINFER_", "QUACK_", "CUTE_")
-# An adapter's table, where things lie, and what is logged: none of it changes what a rank sends.
-_MAY_DIFFER = (*OF_ONE_NODE, "_GID_INDEX", "_DIR", "_PATH", "_FILE", "_BASE", "_HOME")
-_LOGS = ("DEBUG", "_LOG")
+# An adapter's table, where a node stands and listens, where things lie, what an image holds (base images of CUDA set
+# `NCCL_VERSION`, which nothing reads; versions of libraries are compared as such), and what is logged: none of it
+# changes what a rank sends.
+_MAY_DIFFER = (
+    *OF_ONE_NODE,
+    *("_GID_INDEX", "_UUID", "_CLIQUE_ID", "_RAS_ADDR"),
+    *("_DIR", "_PATH", "_FILE", "_BASE", "_HOME", "_PREFIX", "_LIBS", "_NVCC"),
+    "_VERSION",
+)
+_LOGS = ("DEBUG", "_LOG", "_VERBOSE")
 
 
 def variables_alike(environment: Mapping[str, str]) -> str:

@@ -29,6 +29,7 @@ from .pulse import Pulse
 
 logger = logging.getLogger(__name__)
 
+_OWN_CODE = code_digest()  # as this module is read: placing ranks may take long enough for another to be installed
 _GRACE_S = 1.5
 _ALIKE_S = 1.0
 _TELL_S = 0.7
@@ -63,7 +64,7 @@ class Gang:
         self._bundle = bundle
         self._start_timeout_s = start_timeout_s
         self._environment = environment
-        self._code = code_digest()
+        self._code = _OWN_CODE
         self._fates: dict[int, asyncio.Task[BaseException | None]] = {}
         self._pulse = Pulse()
         self._wake_epoch = 0

@@ -6,10 +6,13 @@ What they send each other is taken apart by position: settings of a request, or 
 from ..dispatch.errors import ConfigError
 from ..workers.code_digest import DISTRIBUTION, WHOLE, code_digest
 
+# Read while the modules are: another version may be installed under a program that goes on.
+_OWN = code_digest(WHOLE)
+
 
 def own_code() -> str:
-    """One name for the code of this process, as of the first time that it is asked for."""
-    return code_digest(WHOLE)
+    """One name for the code that this process runs."""
+    return _OWN
 
 
 def require_same_code(callers: str, drivers: str) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from conftest import REPOSITORY
 from expert_pool.cluster import PoolConfig
 from expert_pool.cluster.config import resolve
+from expert_pool.cluster.same_code import own_code
 from expert_pool.cluster.tokens import load_tokenizer
 from expert_pool.dispatch.errors import CheckpointError, GeometryError, RankError
 from expert_pool.workers.alike_environment import variables_alike
@@ -45,6 +46,16 @@ else:
     print("ready", flush=True)
 port = int(sys.stdin.readline())
 engine.join("127.0.0.1", port)
+"""
+INSTALLED_OVER = """
+import sys
+from pathlib import Path
+from expert_pool.cluster import ExpertPool
+with (Path(sys.argv[1]) / "expert_pool" / "workers" / "request.py").open("a") as source:
+    source.write("# of another version")
+from expert_pool.cluster.same_code import own_code
+from expert_pool.workers.code_digest import code_digest
+print(own_code(), code_digest())
 """
 PRINT_DIGEST = "from expert_pool.workers.code_digest import code_digest; print(code_digest())"
 
@@ -246,11 +257,32 @@ def test_a_model_that_is_another_where_the_pool_was_launched_is_found_by_every_r
         assert re.search(r"\(\w+: rank 0 on [^;]*, rank 1 on [^;]*; \w+: where the pool was launched\)", error), error
 
 
-def digest_of(folder: Path) -> str:
-    command = [sys.executable, "-c", PRINT_DIGEST]
+def said_with(folder: Path, program: str) -> str:
+    command = [sys.executable, "-c", program, str(folder)]
     return subprocess.run(
         command, env=environment_of(folder), capture_output=True, text=True, check=True
     ).stdout.strip()
+
+
+def digest_of(folder: Path) -> str:
+    return said_with(folder, PRINT_DIGEST)
+
+
+def test_a_program_that_has_imported_another_version_than_is_installed_now_says_its_own(tmp_path):
+    """As a notebook does that goes on: what it sends is laid out as what it has imported."""
+    assert said_with(copy_of_the_package(tmp_path / "own"), INSTALLED_OVER) == f"{own_code()} {code_digest()}"
+
+
+def test_files_that_nothing_imports_make_no_other_code(tmp_path):
+    """Of file servers, notebooks and editors."""
+    folder = copy_of_the_package(tmp_path / "same")
+    workers = folder / "expert_pool" / "workers"
+    (workers / ".ipynb_checkpoints").mkdir()
+    for name in ("._step.py", ".ipynb_checkpoints/step-checkpoint.py", "step (copy).py", "step.py~", "step.py.orig"):
+        (workers / name).write_text("left behind")
+    assert digest_of(folder) == code_digest()
+    (workers / "added.py").write_text("")
+    assert digest_of(folder) != code_digest()
 
 
 def test_a_driver_that_goes_on_while_another_version_is_installed_starts_no_ranks_of_it(tiny_moe):

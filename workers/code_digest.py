@@ -18,8 +18,8 @@ WHOLE = ("cluster", *RANK_SIDE)
 def code_digest(folders: tuple[str, ...] = RANK_SIDE) -> str:
     """One name for source files, by default those that decide what a rank does; equal names mean equal files.
 
-    They are read once: of a process that goes on while another version is installed, the name stays that of its own.
-    Where there are none, because only compiled files were installed, it is the version of the distribution.
+    They are read once, so it has to be asked for early: of a process that goes on while another version is installed,
+    the name stays that of its own. Where there are none, because only compiled files were installed, it is the version of the distribution.
     """
     digest, num_files = hashlib.sha256(), 0
     for folder in folders:
@@ -32,9 +32,14 @@ def code_digest(folders: tuple[str, ...] = RANK_SIDE) -> str:
 
 
 def _sources(folder: Traversable, path: str) -> Iterator[tuple[str, bytes]]:
-    """Python files under a folder with their paths, in an order that is the same everywhere."""
+    """Python files under a folder with their paths, in an order that is the same everywhere.
+
+    Those alone that can be imported, by their name: editors, notebooks and file servers leave others beside them.
+    """
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
         name = f"{path}/{entry.name}"
+        if not entry.name.removesuffix(".py").isidentifier():
+            continue
         if entry.is_dir():
             yield from _sources(entry, name)
         elif entry.name.endswith(".py") and entry.is_file():

@@ -70,20 +70,21 @@ class ExpertPool:
     def __init__(
         self,
         driver: Any,
-        rank_config: RankConfig,
-        tokenizer: Callable[[], Any],
+        rank_config: RankConfig | None,
+        tokenizer: Callable[[], Any] | None,
         owns_pool: bool,
         holds_ray: bool,
         report: Callable[[str], None] = logger.info,
     ):
         self._driver = driver
-        self._tokenizer = tokenizer
+        # Who only asks how a pool stands, or sends token ids, need not have the model folder.
+        self._tokenizer = tokenizer or functools.cache(lambda: load_tokenizer(self.rank_config.spec))
         self._owns_pool = owns_pool
         self._holds_ray = holds_ray
         self._report = report
         self._code = own_code()
         self._belonging: list[Any] = []  # kept, for Ray repeats a call only as long as somebody may want its result
-        self.rank_config = rank_config
+        self._rank_config = rank_config
 
     @classmethod
     def launch(
@@ -145,6 +146,8 @@ class ExpertPool:
     ) -> "ExpertPool":
         """A named pool that runs in the cluster; any number of processes may use it at once.
 
+        One whose code is not that of the pool's driver actor can shut the pool down and nothing else.
+
         Args:
             name: as it was launched.
             address: of the Ray cluster; unset: the session that this process is in, else what `RAY_ADDRESS` names, else
@@ -157,10 +160,21 @@ class ExpertPool:
         """
         join_ray(address, report)
         driver = named_driver(name)
-        rank_config = ask(driver.rank_config)
-        # Who only asks how a pool stands, or sends token ids, need not have the model folder.
-        tokenizer = functools.cache(functools.partial(load_tokenizer, rank_config.spec))
-        return cls(driver, rank_config, tokenizer, False, False, report)
+        ask(driver.code)  # that there is somebody to answer
+        return cls(driver, None, None, False, False, report)
+
+    @property
+    def rank_config(self) -> RankConfig:
+        """What the ranks are built from.
+
+        Raises:
+            ConfigError: this process runs other code than the driver actor, and would read it as something else.
+        """
+        if self._rank_config is None:
+            driver = self._running_driver()
+            require_same_code(self._code, ask(driver.code))
+            self._rank_config = ask(driver.rank_config)
+        return self._rank_config
 
     def generate(
         self,
@@ -216,11 +230,19 @@ class ExpertPool:
             PlacementError: no place for so many within `placement.timeout_s`; the pool goes on as before.
             RankError: ranks were lost on the way, the pool is not ready, or its driver actor is stopped.
         """
-        self.rank_config = self._answer_of("resize", ranks)
+        self._rank_config = self._answer_of("resize", ranks)
 
     def status(self) -> PoolStatus:
-        """States, places and counters of the pool."""
-        return ask(self._running_driver().status)
+        """States, places and counters of the pool.
+
+        Raises:
+            ConfigError: this process runs other code than the driver actor.
+            RankError: the driver actor is gone for good.
+        """
+        driver = self._running_driver()
+        require_same_code(self._code, ask(driver.code))
+        status: PoolStatus = ask(driver.status)
+        return status
 
     def trace(self) -> tuple[RankTrace, ...]:
         """The last steps of every rank, all on one clock; `cluster.trace_file.TraceFile(path).write` makes a file

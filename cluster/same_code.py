@@ -26,7 +26,7 @@ def require_same_code(callers: str, drivers: str) -> None:
     """
     if callers != drivers:
         raise ConfigError(
-            f"the code of the process that calls this pool ({callers}) is not that of its driver actor ({drivers}), "
-            f"which would read what it is sent as something else: install the same {DISTRIBUTION} on all nodes, and "
-            "launch the pool anew where its own is the older"
+            f"the code of the process that calls this pool ({callers}) is not that of its driver actor ({drivers}): "
+            f"each would read what the other sends as something else; install the same {DISTRIBUTION} on all nodes, "
+            "and where the pool's own is the older, shut it down and launch it anew"
         )

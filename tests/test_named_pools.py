@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from expert_pool.cluster import (
     CheckpointError,
     ConfigError,
     ExpertPool,
+    Limits,
     PoolConfig,
     RankError,
     SamplingParams,
@@ -98,6 +100,28 @@ def with_fields_in_another_order(folder: Path) -> Path:
     return folder
 
 
+def with_a_field_less(folder: Path) -> Path:
+    """Another version of the package, in which a pool's ranks are built from one thing less."""
+    rank_config = with_fields_in_another_order(folder) / "expert_pool" / "workers" / "rank_config.py"
+    field = "    start_timeout_s: float = 1800.0\n"
+    assert rank_config.read_text().count(field) == 1
+    rank_config.write_text(rank_config.read_text().replace(field, ""))
+    return folder
+
+
+def test_a_pool_of_another_version_is_refused_in_plain_words_and_can_be_shut_down(address, tiny_moe, tmp_path):
+    """It was launched before an upgrade: it has to go, and only the new command is there."""
+    limits = Limits(max_running_requests=4, disable_cuda_graph=True)
+    ExpertPool.launch(PoolConfig(model=tiny_moe, limits=limits), name="before", detached=True)
+    environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": str(with_a_field_less(tmp_path / "after"))}
+    for command, code in (("status", 2), ("shutdown", 0)):
+        program = [sys.executable, "-m", "expert_pool.cluster", command, "--pool", "before"]
+        said = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120)
+        assert said.returncode == code, said.stderr
+        assert bool(re.match("refused: the code of the process that calls this pool", said.stderr)) == (code == 2)
+    assert eventually(nothing_left)
+
+
 def test_a_driver_on_a_node_with_other_code_starts_no_ranks(address, random_models, monkeypatch):
     monkeypatch.setattr(driver_handle, "own_code", lambda: "0123456789abcdef")
     with pytest.raises(
@@ -138,7 +162,7 @@ def test_a_detached_pool_serves_several_processes_and_outlives_all_of_them(
         text=True,
         timeout=120,
     )
-    assert "which would read what it is sent as something else: install the same expert-pool" in other.stdout
+    assert "each would read what the other sends as something else; install the same expert-pool" in other.stdout
 
     output = tmp_path / "out.jsonl"
     prompts = prompts_file({"prompt_token_ids": [5, 17, 42], "max_new_tokens": 6})

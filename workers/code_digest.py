@@ -19,7 +19,8 @@ def code_digest(folders: tuple[str, ...] = RANK_SIDE) -> str:
     """One name for source files, by default those that decide what a rank does; equal names mean equal files.
 
     They are read once, so it has to be asked for early: of a process that goes on while another version is installed,
-    the name stays that of its own. Where there are none, because only compiled files were installed, it is the version of the distribution.
+    the name stays that of its own.
+    Where there are none, because only compiled files were installed, it is the version of the distribution.
     """
     digest, num_files = hashlib.sha256(), 0
     for folder in folders:

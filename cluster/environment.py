@@ -6,9 +6,9 @@ that compile or communicate differently on two ranks are a disagreement that no 
 
 Some such variables must differ between nodes, and are left to each node's own environment: names of network interfaces
 and adapters (`NCCL_SOCKET_IFNAME`, `GLOO_SOCKET_IFNAME`, `NCCL_IB_HCA`, `NVSHMEM_HCA_LIST` and the like), a host's
-identity, and files that describe one machine's topology. Where all nodes are alike, `worker.environment` sets them on
-every rank. Access tokens are not copied either: ranks read local files, and Ray shows runtime environments to whoever
-sees its dashboard. Which GPUs a rank sees is Ray's to say (`CUDA_VISIBLE_DEVICES`).
+identity, address and NVLink domain, and files that describe one machine's topology. Where all nodes are alike,
+`worker.environment` sets them on every rank. Access tokens are not copied either: ranks read local files, and Ray shows
+runtime environments to whoever sees its dashboard. Which GPUs a rank sees is Ray's to say (`CUDA_VISIBLE_DEVICES`).
 
 What a node sets beyond that stays; where it would change what is sent, ranks find it out (`workers.alike_environment`).
 """

@@ -6,16 +6,18 @@ does not, stays as it is there: NCCL, say, would take another algorithm on that 
 
 from collections.abc import Mapping
 
-OF_ONE_NODE = ("_IFNAME", "_HCA", "_HCA_LIST", "_HCA_PE_MAPPING", "_HOSTID", "_TOPO_FILE", "_GRAPH_FILE")
-"""How names end that belong to a node's own hardware."""
+OF_ONE_NODE = (
+    *("_IFNAME", "_HCA", "_HCA_LIST", "_HCA_PE_MAPPING", "_HOSTID", "_TOPO_FILE", "_GRAPH_FILE"),
+    *("_MNNVL_UUID", "_MNNVL_CLIQUE_ID", "_RAS_ADDR"),
+)
+"""How names end that belong to a node's own hardware, its place among others, or its address."""
 
 _PREFIXES = ("NCCL_", "NVSHMEM_", "TORCH_SYMM_MEM_", "TORCH_NCCL_", "FLASHINFER_", "QUACK_", "CUTE_")
-# An adapter's table, where a node stands and listens, where things lie, what an image holds (base images of CUDA set
-# `NCCL_VERSION`, which nothing reads; versions of libraries are compared as such), and what is logged: none of it
-# changes what a rank sends.
+# An adapter's table, where things lie, what an image holds and what is logged: none of it changes what a rank sends.
+# Base images of CUDA set NCCL_VERSION, which nothing reads; libraries are compared by what is installed.
 _MAY_DIFFER = (
     *OF_ONE_NODE,
-    *("_GID_INDEX", "_UUID", "_CLIQUE_ID", "_RAS_ADDR"),
+    "_GID_INDEX",
     *("_DIR", "_PATH", "_FILE", "_BASE", "_HOME", "_PREFIX", "_LIBS", "_NVCC"),
     "_VERSION",
 )

@@ -12,6 +12,7 @@ from ..dispatch.errors import ConfigError
 from ..dispatch.limits import tokens_per_request
 from ..graphs.kinds import PLANNED_ON_GPUS
 from ..graphs.plan import plan_captures
+from ..workers.flashinfer_attention import unsupported_reason
 from ..workers.kv_sizing import GRAPH_BYTES
 from ..workers.model_spec import AttentionShape, ModelSpec
 from ..workers.rank_config import RankConfig
@@ -30,7 +31,7 @@ class MemoryNeed(msgspec.Struct, frozen=True):
         kv_cache: as planned; where it is measured at start, that of one full context.
         buffers: everything else that is planned: exchange, experts, inputs of graphs.
         largest_step: a lower bound on what the largest step allocates.
-        graphs: the estimate that the start makes for decode graphs, without their activations.
+        graphs: the estimate that the start makes for graphs, without their activations.
         gpu_memory: of the GPU; `None` where the configuration does not say.
         utilization: the share of it that all of this may take; 1 where `cache.num_tokens` settles the cache.
     """
@@ -76,7 +77,9 @@ def memory_need(config: PoolConfig, rank_config: RankConfig) -> MemoryNeed | Non
     for buffer in planned_buffers(rank_config):
         cache = "kv_cache" if buffer.name.endswith("KV cache") else "buffers"
         parts["weights" if buffer.name in ("dense weights", "experts") else cache] += buffer.num_bytes
-    kinds = PLANNED_ON_GPUS if config.worker.attention == "auto" else ("decode",)
+    spec = rank_config.spec
+    by_flashinfer = config.worker.attention == "auto" and unsupported_reason(spec.attention, spec.dtype) is None
+    kinds = PLANNED_ON_GPUS if by_flashinfer else ("decode",)
     graphs = [entry for entry in plan_captures(rank_config.limits).entries if entry.kind in kinds]
     return MemoryNeed(
         **parts,

@@ -157,6 +157,17 @@ def test_what_is_needed_is_what_is_planned_and_the_largest_step_and_graphs(tiny_
     assert need.available is None
 
 
+def test_no_room_is_set_aside_for_prefill_graphs_where_attention_runs_in_pytorch(tiny_moe):
+    """FlashInfer has no kernels for float32, so the start records none, whatever `worker.attention` asks for."""
+    chosen, left_over = (
+        plan_pool(
+            PoolConfig(model=tiny_moe, ranks=2, dtype="float32", worker=WorkerConfig(device="cuda", attention=one))
+        )
+        for one in ("torch", "auto")
+    )
+    assert left_over.gpu_memory.graphs == chosen.gpu_memory.graphs > 0
+
+
 @pytest.mark.parametrize("num_tokens", [None, 1024])
 def test_a_pool_fits_to_the_byte_within_the_share_that_its_cache_may_fill(num_tokens, tiny_moe):
     """A cache that is measured keeps to `gpu_memory_utilization`, like the start; one that is set may use it all."""

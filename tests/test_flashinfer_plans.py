@@ -25,15 +25,13 @@ def test_no_batch_of_a_graph_keeps_more_partial_results_than_are_counted(data: A
     lens = data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=40))
     num_rows = max(len(lens), sum(lens) + data.draw(st.integers(0, 200)))
     shape = shape_of(num_kv_heads * group, num_kv_heads)
-    for tile in (16, 64, 128):
-        longest = (num_rows - len(lens) + 1) * group
-        if tile != (128 if longest > 64 else 64 if longest > 16 else 16):
-            continue
-        tiles = sum(-(-length * group // tile) for length in lens)
-        # Without a split each tile has one part; with one, all tiles and parts together fill the GPU at most.
-        for num_parts in {tiles, max(tiles, H200_CTAS // num_kv_heads)}:
-            kept = -(-num_parts * tile // group) * shape.num_heads * (shape.value_dim + 1) * 4
-            assert kept <= partial_bytes(shape, num_rows, len(lens), H200_CTAS)
+    longest = (num_rows - len(lens) + 1) * group
+    tile = 128 if longest > 64 else 64 if longest > 16 else 16
+    tiles = sum(-(-length * group // tile) for length in lens)
+    # Without a split each tile has one part; with one, all tiles and parts together fill the GPU at most.
+    most_parts = max(tiles, H200_CTAS // num_kv_heads)
+    kept = -(-most_parts * tile // group) * shape.num_heads * (shape.value_dim + 1) * 4
+    assert kept <= partial_bytes(shape, num_rows, len(lens), H200_CTAS)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def main() -> None:
 @click.option("--top-k", type=int, help="For prompts that do not say. Default 0, all tokens.")
 @click.option("--seed", type=int, help="For prompts that do not say: each gets its own, from this one and its id.")
 @click.option("--ignore-eos", is_flag=True, default=None, help="Go on after an end-of-sequence token.")
+@click.option("--keep-special-tokens", is_flag=True, default=None, help="Leave special tokens in the texts.")
 @cluster_options
 @click.option("--show-graphs", is_flag=True, help="List every graph with its bytes and replays at the end.")
 @click.option("--trace", "trace_path", metavar="FILE", help="Write the last steps of every rank, for Perfetto.")
@@ -68,6 +69,7 @@ def generate(
     top_k: int | None,
     seed: int | None,
     ignore_eos: bool | None,
+    keep_special_tokens: bool | None,
     show_graphs: bool,
     trace_path: str | None,
     **options: Any,
@@ -85,6 +87,7 @@ def generate(
         "top_k": top_k,
         "seed": seed,
         "ignore_eos": ignore_eos,
+        "skip_special_tokens": False if keep_special_tokens else None,
     }
     console = Console(stderr=True)
     with _orderly_exit(console, "interrupted; finished requests are in the output file"):

@@ -39,7 +39,8 @@ class PoolCompletion(msgspec.Struct, frozen=True):
         index: the prompt's place in what `generate` was given.
         prompt_token_ids: the prompt, tokenised.
         token_ids: generated tokens, the end-of-sequence token included where one ended the request.
-        text: the decoded tokens, cut before a stop text; `None` where the model folder carries no tokenizer.
+        text: what the tokens add to the prompt's text, without special tokens unless they were asked for, cut before a
+            stop text; `None` where the model folder carries no tokenizer.
         finish_reason: `stop`, `length`, or `error`: a request that fails fails alone.
         error: what went wrong, where `finish_reason` is `error`.
     """

@@ -29,6 +29,7 @@ class PromptLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     seed: int | None = None
     stop: tuple[str, ...] | str | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
 
 
 class PromptEntry(msgspec.Struct, frozen=True):

@@ -19,14 +19,14 @@ def test_a_line_gives_a_prompt_an_id_and_what_differs_from_the_defaults(prompts_
         "",
         {"id": "b", "prompt_token_ids": [1, 2], "temperature": 0, "max_new_tokens": 3, "ignore_eos": True},
         {"id": 17, "prompt": "three", "stop": "end", "top_k": 4, "top_p": 0.5, "seed": 9},
-        {"prompt": "four", "stop": ["a", "b"]},
+        {"prompt": "four", "stop": ["a", "b"], "skip_special_tokens": False},
         {"messages": [USER, {"role": "assistant", "content": ""}], "prompt": None},
     )
     assert read_prompts(path, DEFAULTS) == [
         PromptEntry("1", 1, "one", DEFAULTS),
         PromptEntry("b", 3, (1, 2), SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)),
         PromptEntry("17", 4, "three", SamplingParams(7, 0.5, top_k=4, top_p=0.5, seed=9, stop=("end",))),
-        PromptEntry("5", 5, "four", SamplingParams(7, 0.5, stop=("a", "b"))),
+        PromptEntry("5", 5, "four", SamplingParams(7, 0.5, stop=("a", "b"), skip_special_tokens=False)),
         PromptEntry("6", 6, Chat((Message("user", "x"), Message("assistant", ""))), DEFAULTS),
     ]
 

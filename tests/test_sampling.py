@@ -29,7 +29,7 @@ def drawn(logits: list[float], **settings: float) -> set[int]:
     """Every token that many draws at different positions give."""
     sampling = SamplingParams(seed=11, **{"temperature": 1.0, **settings})
     sequences = [sequence(sampling, position) for position in range(DRAWS)]
-    return set(sample(torch.tensor([logits] * DRAWS), sequences).tolist())
+    return set(sample(torch.tensor([logits] * DRAWS, dtype=torch.float32), sequences).tolist())
 
 
 def test_greedy_takes_the_first_of_equal_logits():
@@ -44,6 +44,19 @@ def test_top_k_draws_among_the_k_most_likely():
     assert drawn([0.1, 0.4, 0.3, 0.2], top_k=2) == {1, 2}
     assert drawn([0.1, 0.4, 0.3, 0.2], top_k=1) == {1}
     assert drawn([0.1, 0.4, 0.3, 0.2], top_k=100) == {0, 1, 2, 3}
+
+
+def test_top_k_keeps_no_more_of_equal_logits():
+    """Of those at its last place, the ones of the lowest ids."""
+    assert drawn([1.0, 2.0, 1.0, 2.0, 1.0], top_k=2) == {1, 3}
+    assert drawn([1.0, 2.0, 1.0, 2.0, 1.0], top_k=3) == {0, 1, 3}
+    assert drawn([1.0, 1.0, 1.0, 1.0], top_k=2, top_p=0.9) == {0, 1}
+
+
+@given(logits=st.lists(st.integers(0, 3), min_size=1, max_size=300), top_p=st.sampled_from([1.0, 0.5]))
+def test_top_k_of_one_is_greedy(logits, top_p):
+    greedy = sample(torch.tensor([logits], dtype=torch.float32), [sequence(SamplingParams())]).item()
+    assert drawn(logits, top_k=1, top_p=top_p) == {greedy}
 
 
 def test_top_p_draws_among_the_fewest_tokens_that_reach_the_share():
@@ -110,7 +123,7 @@ def test_any_setting_in_bounds_draws_a_token_that_top_k_allows(logits, temperatu
     [token] = sample(row.unsqueeze(0), [sequence(sampling, position)])
     assert 0 <= token < len(logits)
     allowed = min(top_k or len(logits), len(logits))
-    assert (row > row[token]).sum() < allowed
+    assert token in row.sort(descending=True, stable=True).indices[:allowed]
 
 
 def test_the_number_behind_a_draw_depends_on_seed_and_position():
@@ -152,6 +165,7 @@ def test_no_sequences_give_no_tokens():
         ({"top_k": 2**31}, "top_k=2147483648: set top_k to 0 (all tokens) or more, below 2**31"),
         ({"temperature": 10**400}, "set temperature to a number"),
         ({"ignore_eos": "no"}, "ignore_eos='no': set ignore_eos to true or false"),
+        ({"skip_special_tokens": 2}, "skip_special_tokens=2: set skip_special_tokens to true or false"),
         ({"max_new_tokens": 2.5}, "max_new_tokens=2.5: set max_new_tokens to an integer"),
         ({"top_k": 2.5}, "top_k=2.5: set top_k to an integer"),
         ({"temperature": "hot"}, "temperature='hot': set temperature to a number"),

@@ -5,7 +5,7 @@ import random
 import pytest
 from expert_pool.workers.request import Request, SamplingParams
 from expert_pool.workers.running_request import RunningRequest
-from expert_pool.workers.stop_texts import Decode, stop_position, stops_here
+from expert_pool.workers.stop_texts import TextOf, stop_position, stops_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -19,7 +19,7 @@ def pieces_of_text() -> list[str]:
     return ["".join(chosen.choice(LETTERS) for _ in range(chosen.randint(1, 4))) for _ in range(120)]
 
 
-def byte_level() -> Decode:
+def byte_level() -> TextOf:
     """Tokens are any bytes: whole words, single bytes, characters cut in two."""
     to_symbol = dict(zip(range(256), sorted(pre_tokenizers.ByteLevel.alphabet()), strict=True))
     symbols = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -29,7 +29,7 @@ def byte_level() -> Decode:
     return decoding(Tokenizer(models.BPE({word: n for n, word in enumerate(vocab)}, [])), decoders.ByteLevel())
 
 
-def byte_fallback() -> Decode:
+def byte_fallback() -> TextOf:
     """As Llama's: a run of byte tokens is one text, or all of it is not; the first space is dropped."""
     words = {text.replace(" ", "▁") for text in pieces_of_text()}
     vocab = [f"<0x{byte:02X}>" for byte in range(256)] + sorted(words)
@@ -39,7 +39,7 @@ def byte_fallback() -> Decode:
     return decoding(Tokenizer(models.BPE({word: n for n, word in enumerate(vocab)}, [])), decoder)
 
 
-def decoding(tokenizer: Tokenizer, decoder: object) -> Decode:
+def decoding(tokenizer: Tokenizer, decoder: object) -> TextOf:
     tokenizer.decoder = decoder
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     return lambda token_ids: fast.decode(token_ids, skip_special_tokens=True)
@@ -64,7 +64,7 @@ def tokens_of_text(name: str, chosen: random.Random, length: int) -> list[int]:
     return tokens[:length]
 
 
-def first_stop(decode: Decode, tokens: list[int], stops: tuple[str, ...]) -> int | None:
+def first_stop(decode: TextOf, tokens: list[int], stops: tuple[str, ...]) -> int | None:
     """By decoding everything for every token."""
     return next((n for n in range(1, len(tokens) + 1) if stop_position(decode(tokens[:n]), stops) is not None), None)
 
@@ -98,9 +98,11 @@ def test_a_tail_that_begins_inside_a_character_is_not_trusted():
 
 
 def test_a_request_ends_with_the_token_that_completes_a_stop_text():
-    decode = DECODERS["byte fallback"]
     tokens = [*b"some text ", *"🙂".encode(), *b" STOP and on"]
-    sequence = RunningRequest(Request(0, (1, 2), SamplingParams(stop=("🙂 STOP",), max_new_tokens=100)), 1000, decode)
+    sampling = SamplingParams(stop=("🙂 STOP",), max_new_tokens=100)
+    sequence = RunningRequest(
+        Request(0, (1, 2), sampling), 1000, lambda token_ids, skip: DECODERS["byte fallback"](token_ids)
+    )
     for token in tokens:
         sequence.launch(1, 0)
         if reason := sequence.append(token, frozenset()):

@@ -28,6 +28,7 @@ from ..graphs.runner import FrozenFacts
 from .agreement import Agreement, StateReader
 from .attention import AttentionBackend, SdpaAttention
 from .checkpoint import expert_bytes, load_sharded_model
+from .continued_text import Decode
 from .draft import make_draft
 from .executor import StepExecutor
 from .fused_layers import fuse_layers
@@ -48,7 +49,6 @@ from .request import ExpertCounts
 from .same_start import facts_of, require_same_start
 from .scheduler import Scheduler
 from .step import StepLoop
-from .stop_texts import Decode
 from .trace import RankTrace, StepTrace
 from .watch import run_watched
 
@@ -322,7 +322,7 @@ class RankEngine:
 
     def _decode(self) -> Decode:
         tokenizer = AutoTokenizer.from_pretrained(self.config.spec.path, local_files_only=True)
-        return lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True)
+        return lambda token_ids, skip: tokenizer.decode(token_ids, skip_special_tokens=skip)
 
 
 def _peak_memory() -> int:

@@ -17,10 +17,13 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         max_new_tokens: the most tokens to generate, at least 1.
         temperature: 0 takes the most likely token; above 0 samples from logits divided by it.
         top_p: sample among the most likely tokens whose probabilities sum to this share, in (0, 1].
-        top_k: sample among this many most likely tokens; 0 means all.
+        top_k: sample among this many most likely tokens, of equally likely ones those of the lowest ids; 0 means all,
+            and 1 takes the token that greedy takes.
         seed: makes sampling repeatable; one is drawn for a request that has none.
-        stop: a text or several that end the generation; the completion's text ends before the first of them.
+        stop: a text or several that end the generation, special tokens among them as they are written; looked for in
+            what is generated. The completion's text ends before the first of them.
         ignore_eos: go on after an end-of-sequence token.
+        skip_special_tokens: leave special tokens out of the completion's text.
     """
 
     max_new_tokens: int = 128
@@ -30,6 +33,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         self._settle_types()
@@ -62,9 +66,11 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 settle(self, name, float(value))
             except (TypeError, ValueError, OverflowError):
                 refuse(name, value, "a number")
-        if self.ignore_eos not in (True, False):
-            refuse("ignore_eos", self.ignore_eos, "true or false")
-        settle(self, "ignore_eos", bool(self.ignore_eos))
+        for name in ("ignore_eos", "skip_special_tokens"):
+            value = getattr(self, name)
+            if value not in (True, False):
+                refuse(name, value, "true or false")
+            settle(self, name, bool(value))
         if isinstance(self.stop, str):
             settle(self, "stop", (self.stop,))
         try:
@@ -105,7 +111,7 @@ class Completion(msgspec.Struct, frozen=True):
     Attributes:
         key: the request's key.
         token_ids: generated tokens, the end-of-sequence token included where one ended the request.
-        text: the decoded tokens without special tokens, cut before a stop text; `None` without a tokenizer.
+        text: what the tokens add to the prompt's text, cut before a stop text; `None` without a tokenizer.
         finish_reason: `stop` (end of sequence or stop text), `length` (max_new_tokens or the context), `error`.
         num_prompt_tokens: tokens of the prompt.
         error: what went wrong, where `finish_reason` is `error`.

@@ -4,8 +4,8 @@ A step is launched before the tokens of the one before it have come back from th
 that are sampled and not yet known: they count, and only their values are missing.
 """
 
+from .continued_text import ContinuedText, Decode
 from .request import Completion, FinishReason, Progress, Request
-from .stop_texts import Decode, stop_position, stops_here
 
 
 class RunningRequest:
@@ -35,7 +35,7 @@ class RunningRequest:
         self.blocks: list[int] = []
         self._num_reported = len(self.token_ids)
         self._max_length = max_length
-        self._decode = decode
+        self._text = None if decode is None else ContinuedText(decode, request.prompt_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -75,8 +75,8 @@ class RunningRequest:
         if token_id in eos_token_ids and not sampling.ignore_eos:
             return "stop"
         if sampling.stop:
-            assert self._decode is not None, "stop texts are refused without a tokenizer"
-            if stops_here(self._decode, self.token_ids[self.num_prompt_tokens :], sampling.stop):
+            assert self._text is not None, "stop texts are refused without a tokenizer"
+            if self._text.stops_here(self.token_ids[self.num_prompt_tokens :], sampling.stop):
                 return "stop"
         if num_known - self.num_prompt_tokens >= sampling.max_new_tokens or num_known >= self._max_length:
             return "length"
@@ -91,13 +91,13 @@ class RunningRequest:
         return Progress(self.request.key, new)
 
     def completion(self, finish_reason: FinishReason, error: str | None = None) -> Completion:
+        token_ids, sampling = tuple(self.token_ids[self.num_prompt_tokens :]), self.request.sampling
         text = None
-        if self._decode is not None:
-            text = self._decode(self.token_ids[self.num_prompt_tokens :])
-            text = text[: stop_position(text, self.request.sampling.stop)]
+        if self._text is not None:
+            text = self._text.before_stop(token_ids, sampling.stop, sampling.skip_special_tokens)
         return Completion(
             key=self.request.key,
-            token_ids=tuple(self.token_ids[self.num_prompt_tokens :]),
+            token_ids=token_ids,
             text=text,
             finish_reason=finish_reason,
             num_prompt_tokens=self.num_prompt_tokens,

@@ -8,6 +8,7 @@ any batch, again after a preemption or a restart. Nothing is read back from the 
 import numpy
 import torch
 
+from .request import SamplingParams
 from .running_request import RunningRequest
 
 NOT_FINITE = -1
@@ -44,7 +45,8 @@ def sample(
     if not sequences:
         return torch.empty(0, dtype=torch.int64, device=logits_NV.device)
     greedy_N = greedy(logits_NV) if greedy_N is None else greedy_N.clone()
-    drawn = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.temperature > 0.0]
+    # The only token that top_k=1 leaves is the greedy one, also where several are as likely.
+    drawn = [row for row, one in enumerate(sequences) if _draws(one.request.sampling)]
     if not drawn:
         return greedy_N
     tokens_N = greedy_N.clone()
@@ -58,6 +60,10 @@ def sample(
     return torch.where(greedy_N == NOT_FINITE, NOT_FINITE, tokens_N)
 
 
+def _draws(sampling: SamplingParams) -> bool:
+    return sampling.temperature > 0.0 and sampling.top_k != 1
+
+
 def _draw(logits_MV: torch.Tensor, sequences: list[RunningRequest]) -> torch.Tensor:
     """`[M]` tokens drawn from `[M, V]` logits, each by its sequence's own settings, seed and position."""
     sampling, vocab_size, device = [one.request.sampling for one in sequences], logits_MV.shape[1], logits_MV.device
@@ -68,10 +74,11 @@ def _draw(logits_MV: torch.Tensor, sequences: list[RunningRequest]) -> torch.Ten
     # Rows that are not finite are sorted out by the caller; here they must only not disturb.
     logits_MV = logits_MV.double().nan_to_num()
     if any(0 < one.top_k < vocab_size for one in sampling):
-        kept = [min(one.top_k or vocab_size, vocab_size) - 1 for one in sampling]
-        descending_MV = logits_MV.sort(dim=-1, descending=True).values
-        least_M1 = descending_MV.gather(1, to_device(kept, torch.int64, device).unsqueeze(1))
-        logits_MV = logits_MV.masked_fill(logits_MV < least_M1, float("-inf"))
+        kept_M1 = to_device([one.top_k or vocab_size for one in sampling], torch.int64, device).unsqueeze(1)
+        # Of equal logits at the last place, those of the lowest ids are kept.
+        descending_MV, order_MV = logits_MV.sort(dim=-1, descending=True, stable=True)
+        beyond_MV = torch.arange(vocab_size, device=device) >= kept_M1
+        logits_MV = logits_MV.scatter(1, order_MV, descending_MV.masked_fill(beyond_MV, float("-inf")))
     # Relative to the largest: a tiny temperature must not overflow it.
     largest_M1 = logits_MV.max(dim=-1, keepdim=True).values
     weights_MV = torch.softmax((logits_MV - largest_M1) / column([one.temperature for one in sampling]), dim=-1)

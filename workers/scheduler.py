@@ -18,10 +18,10 @@ from collections import deque
 from dataclasses import dataclass
 
 from ..dispatch.limits import Limits
+from .continued_text import Decode
 from .kv_cache import BlockAllocator
 from .request import Completion, Progress, Request
 from .running_request import RunningRequest
-from .stop_texts import Decode
 
 
 class BatchKind(enum.IntEnum):

@@ -6,16 +6,18 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import click
+import msgspec
 from rich.console import Console
 
 from ..dispatch.errors import ConfigError, DriverRestartError, ExpertPoolError
 from ..workers.model_spec import ModelSpec
+from ..workers.rank_config import RankConfig
 from ..workers.request import SamplingParams
 from .cli_options import cluster_options, pool_config, pool_options, refuse_pool_options
 from .graph_report import graph_summary, graph_table
@@ -94,13 +96,15 @@ def generate(
         files = {"--prompts": prompts_path, "--output": output_path, "--config": options["config_path"]}
         trace = TraceFile(trace_path, files) if trace_path is not None else None
         config = pool_config(options) if pool_name is None else None
-        defaults = SamplingParams(**{name: value for name, value in given.items() if value is not None})
-        run = _Run(read_prompts(prompts_path, defaults), prompts_path, output_path, console, show_graphs, trace)
+        given = {name: value for name, value in given.items() if value is not None}
+        run = _Run(
+            read_prompts(prompts_path, SamplingParams(**given)), prompts_path, output_path, console, show_graphs, trace
+        )
         if config is not None:
             config = config if trace is None else trace.traced(config)
             rank_config = validate(config)
             launch_pool = partial(ExpertPool.launch, config, report=run.say, rank_config=rank_config)
-            sys.exit(run.complete(rank_config.spec, launch_pool))
+            sys.exit(run.over(rank_config, given).complete(rank_config.spec, launch_pool))
         assert pool_name is not None
         refuse_pool_options(options, pool_name)
         pool = ExpertPool.connect(pool_name, options["address"], report=run.say)
@@ -108,6 +112,7 @@ def generate(
             raise ConfigError(
                 f"--trace: pool {pool_name} was launched with worker.trace_steps=0, and remembers no steps"
             )
+        run = run.over(pool.rank_config, given)
         sys.exit(run.complete(pool.rank_config.spec, lambda: contextlib.nullcontext(pool)))
 
 
@@ -176,6 +181,11 @@ class _Run:
 
     def say(self, line: str) -> None:
         _say(self.console, line)
+
+    def over(self, config: RankConfig, given: dict[str, Any]) -> "_Run":
+        """With the pool's own defaults below the settings that were given for the run, and those of the prompts."""
+        defaults = msgspec.structs.replace(config.default_sampling, **given)
+        return replace(self, entries=[entry.over(defaults) for entry in self.entries])
 
     def complete(self, spec: ModelSpec, open_pool: Callable[[], AbstractContextManager[ExpertPool]]) -> int:
         """Complete what the output does not hold; returns the exit code. The pool is opened last, if it is needed."""

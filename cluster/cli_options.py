@@ -10,10 +10,10 @@ import msgspec
 
 from ..dispatch.errors import ConfigError
 from ..dispatch.limits import DispatchKind, Limits
-from ..workers.config import DeviceName, DTypeName, WeightsName
+from ..workers.config import DeviceName, DTypeName, GenerationConfigName, WeightsName
 from .config import PoolConfig, load_config
 
-_TOP_LEVEL = ("model", "ranks", "attn_tp_size", "dtype", "weights", "dispatch", "address")
+_TOP_LEVEL = ("model", "ranks", "attn_tp_size", "dtype", "weights", "dispatch", "address", "generation_config")
 
 
 class _Integers(click.ParamType):
@@ -65,6 +65,11 @@ _OPTIONS = [
     click.option("--attn-tp-size", type=int, help="Ranks that share one batch."),
     click.option("--dtype", type=click.Choice(get_args(DTypeName)), help="Default: the checkpoint's."),
     click.option("--weights", type=click.Choice(get_args(WeightsName)), help="random: only config.json is needed."),
+    click.option(
+        "--generation-config",
+        type=click.Choice(get_args(GenerationConfigName)),
+        help="model: apply what the model's own says, or refuse. Default ignore: say what is not applied.",
+    ),
     click.option("--dispatch", type=click.Choice(get_args(DispatchKind)), help="How tokens reach experts."),
     click.option("--device", type=click.Choice(get_args(DeviceName)), help="What ranks compute on. Default cpu."),
     click.option("--threads", type=int, help="CPU threads of a rank."),

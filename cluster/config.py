@@ -17,9 +17,18 @@ from ..dispatch.limits import DispatchKind, ExpertsKind, Limits, QuantisationKin
 from ..dispatch.paths.table import shape_of, table_problems
 from ..dispatch.tuning import Tuning
 from ..dispatch.workspace import top_k_problem
-from ..workers.config import MAX_SECONDS, CacheConfig, DeviceName, DTypeName, WeightsName, WorkerConfig
+from ..workers.config import (
+    MAX_SECONDS,
+    CacheConfig,
+    DeviceName,
+    DTypeName,
+    GenerationConfigName,
+    WeightsName,
+    WorkerConfig,
+)
 from ..workers.model_spec import ModelSpec
 from ..workers.rank_config import RankConfig
+from ..workers.request import SamplingParams
 from .decoding import decode, read_mapping
 from .recovery import RecoveryConfig
 
@@ -95,6 +104,10 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         worker: how a rank computes.
         placement: what ranks ask of the cluster.
         recovery: how often the ranks are started anew after a failure.
+        generation_config: `model` makes what the model's generation_config.json says of sampling, lengths and stop
+            texts the defaults of prompts that do not say, and refuses a model that asks for what is not supported.
+            `ignore` serves it with a line that says what is not applied. End-of-sequence tokens are taken from it in
+            both.
     """
 
     model: str
@@ -114,6 +127,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     placement: PlacementConfig = PlacementConfig()
     tuning: Tuning = Tuning()
     recovery: RecoveryConfig = RecoveryConfig()
+    generation_config: GenerationConfigName = "ignore"
 
     @property
     def layout(self) -> Layout:
@@ -165,7 +179,8 @@ def resolve(config: PoolConfig, spec: ModelSpec, environment: Mapping[str, str] 
             such problem.
     """
     rank_config = resolve_unchecked(config, spec, environment)
-    problems = (*bounds_problems(config), *configuration_problems(rank_config))
+    asked = spec.generation.problems(spec.path, config.generation_config)
+    problems = (*bounds_problems(config), *asked, *configuration_problems(rank_config))
     if problems:
         raise ConfigError("; ".join(problems))
     return rank_config
@@ -214,6 +229,7 @@ def resolve_unchecked(config: PoolConfig, spec: ModelSpec, environment: Mapping[
         weights=config.weights,
         gpu_memory_utilization=utilization,
         start_timeout_s=config.placement.start_timeout_s,
+        default_sampling=spec.generation.sampling if config.generation_config == "model" else SamplingParams(),
     )
 
 

@@ -54,6 +54,7 @@ class PlanReport(msgspec.Struct, frozen=True):
         problems: why the pool would not start; empty when it would.
         refusals: what keeps `generate` from running this plan though the plan itself holds: weights that are missing, a
             mode that is not built yet.
+        notes: what of the model's generation_config.json is applied and what is not.
     """
 
     config: RankConfig
@@ -65,6 +66,7 @@ class PlanReport(msgspec.Struct, frozen=True):
     gpu_memory_given: bool
     problems: tuple[str, ...]
     refusals: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -94,6 +96,7 @@ def plan_pool(config: PoolConfig) -> PlanReport:
         gpu_memory_given=config.placement.gpu_memory_bytes is not None,
         problems=pool_problems(config, rank_config),
         refusals=launch_refusals(rank_config),
+        notes=tuple(rank_config.spec.generation.notes(config.generation_config)),
     )
 
 
@@ -158,6 +161,8 @@ def print_plan(report: PlanReport, console: Console) -> None:
         _say(console, f"{setting} has no effect: dispatch {config.dispatch} is not an all-to-all")
     if report.gpu_memory is None and report.gpu_memory_given:
         _say(console, f"placement.gpu_memory_bytes has no effect: worker.device is {config.worker.device}")
+    for note in report.notes:
+        _say(console, note)
     for refusal in report.refusals:
         _say(console, f"generate would refuse: {refusal}", style="yellow")
     for problem in report.problems:

@@ -118,6 +118,8 @@ class ExpertPool:
         if name == "" or (detached and name is None):
             raise ConfigError("a detached pool needs a name, and a name is not empty: nobody would find it again")
         rank_config = rank_config or validate(config)
+        for note in rank_config.spec.generation.notes(config.generation_config):
+            report(note)
         tokenizer = load_tokenizer(rank_config.spec)
         holds_ray = connect_ray(config, report, must_exist=detached)
         try:
@@ -191,7 +193,8 @@ class ExpertPool:
             prompts: each a text, token ids, or chat messages: a list of mappings with the texts `role` and `content`
                 and nothing else, which the chat template of the model's tokenizer renders, up to where the answer
                 begins. A model folder without a tokenizer takes token ids only.
-            sampling: for all prompts, or one each. Greedy with 128 tokens by default.
+            sampling: for all prompts, or one each. Greedy with 128 tokens by default, or what the model says where the
+                pool's `generation_config` is `model`.
             on_stats: receives the counters of a DP rank: with what finished there, and else about once a second each.
 
         Raises:
@@ -207,7 +210,9 @@ class ExpertPool:
         if isinstance(prompts, (str, bytes)):
             raise ConfigError(f"prompts is one text ({prompts[:40]!r}): give a list of prompts")
         prompts = list(prompts)
-        each = list(sampling) if isinstance(sampling, Sequence) else [sampling or SamplingParams()] * len(prompts)
+        if sampling is None:
+            sampling = self.rank_config.default_sampling if prompts else SamplingParams()
+        each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
         if len(each) != len(prompts):
             raise ConfigError(f"{len(each)} sampling settings for {len(prompts)} prompts: give one, or one a prompt")
         for one in each:

@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -33,12 +34,17 @@ class PromptLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class PromptEntry(msgspec.Struct, frozen=True):
-    """A prompt as its line gives it; `id` is the line's own, or its number counted from 1."""
+    """A prompt as its line gives it; `id` is the line's own, or its number counted from 1; `given` are its settings."""
 
     id: str
     line_number: int
     prompt: str | tuple[int, ...] | Chat
     sampling: SamplingParams
+    given: dict[str, Any] = {}
+
+    def over(self, defaults: SamplingParams) -> "PromptEntry":
+        """The same prompt with other settings where its line says nothing."""
+        return msgspec.structs.replace(self, sampling=msgspec.structs.replace(defaults, **self.given))
 
 
 def read_prompts(path: str, defaults: SamplingParams) -> list[PromptEntry]:
@@ -100,19 +106,20 @@ def _parse(where: str, number: int, text: str, defaults: SamplingParams) -> Prom
         if line.messages is not None:
             prompt = Chat(line.messages)
         own_id = str(number) if line.id is None else str(line.id)
-        return PromptEntry(id=own_id, line_number=number, prompt=prompt, sampling=_sampling(line, own_id, defaults))
+        own = _given(line, own_id, defaults)
+        return PromptEntry(own_id, number, prompt, msgspec.structs.replace(defaults, **own), own)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _sampling(line: PromptLine, own_id: str, defaults: SamplingParams) -> SamplingParams:
+def _given(line: PromptLine, own_id: str, defaults: SamplingParams) -> dict[str, Any]:
     settings = {name: getattr(line, name) for name in SamplingParams.__struct_fields__}
     if isinstance(settings["stop"], str):
         settings["stop"] = (settings["stop"],)
     given = {name: value for name, value in settings.items() if value is not None}
     if "seed" not in given and defaults.seed is not None:
         given["seed"] = seed_of_line(defaults.seed, own_id)
-    return msgspec.structs.replace(defaults, **given) if given else defaults
+    return given
 
 
 def seed_of_line(seed: int, own_id: str) -> int:

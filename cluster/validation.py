@@ -43,6 +43,7 @@ def pool_problems(config: PoolConfig, rank_config: RankConfig) -> tuple[str, ...
     memory = memory_problem(config, rank_config)
     return (
         *bounds_problems(config),
+        *rank_config.spec.generation.problems(rank_config.spec.path, config.generation_config),
         *configuration_problems(rank_config),
         *(() if memory is None else (memory,)),
     )

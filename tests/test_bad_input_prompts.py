@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 from expert_pool.cluster import ConfigError, SamplingParams
 from expert_pool.cluster.output import open_output
@@ -22,13 +23,20 @@ def test_a_line_gives_a_prompt_an_id_and_what_differs_from_the_defaults(prompts_
         {"prompt": "four", "stop": ["a", "b"], "skip_special_tokens": False},
         {"messages": [USER, {"role": "assistant", "content": ""}], "prompt": None},
     )
-    assert read_prompts(path, DEFAULTS) == [
-        PromptEntry("1", 1, "one", DEFAULTS),
-        PromptEntry("b", 3, (1, 2), SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)),
-        PromptEntry("17", 4, "three", SamplingParams(7, 0.5, top_k=4, top_p=0.5, seed=9, stop=("end",))),
-        PromptEntry("5", 5, "four", SamplingParams(7, 0.5, stop=("a", "b"), skip_special_tokens=False)),
-        PromptEntry("6", 6, Chat((Message("user", "x"), Message("assistant", ""))), DEFAULTS),
+    expected = [
+        ("1", 1, "one", {}),
+        ("b", 3, (1, 2), {"max_new_tokens": 3, "temperature": 0.0, "ignore_eos": True}),
+        ("17", 4, "three", {"top_k": 4, "top_p": 0.5, "seed": 9, "stop": ("end",)}),
+        ("5", 5, "four", {"stop": ("a", "b"), "skip_special_tokens": False}),
+        ("6", 6, Chat((Message("user", "x"), Message("assistant", ""))), {}),
     ]
+    entries = read_prompts(path, DEFAULTS)
+    for defaults in (DEFAULTS, SamplingParams(top_k=3, stop="other", max_new_tokens=9)):
+        assert [entry.over(defaults) for entry in entries] == [
+            PromptEntry(name, number, prompt, msgspec.structs.replace(defaults, **given), given)
+            for name, number, prompt, given in expected
+        ]
+    assert entries == [entry.over(DEFAULTS) for entry in entries]
 
 
 def test_any_text_that_json_allows_is_read_as_it_is(prompts_file, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -143,9 +144,16 @@ def test_a_failing_request_is_said_and_left_out_and_the_others_are_written(
         {"id": "bad", "prompt_token_ids": [5] * 100},
         {"id": "sampled", "prompt_token_ids": [9], "temperature": 1.0, "seed": 3, "ignore_eos": True},
     )
-    arguments = ["--model", random_models["qwen3_moe"], "--prompts", prompts, "--output", str(output)]
-    result = CliRunner().invoke(main, ["generate", *arguments, "--max-new-tokens", "4", "--kv-cache-tokens", "64"])
+    model = tmp_path / "model"
+    shutil.copytree(random_models["qwen3_moe"], model)
+    (model / "generation_config.json").write_text('{"eos_token_id": 1, "max_new_tokens": 4}')
+    arguments = ["--model", str(model), "--prompts", prompts, "--output", str(output)]
+    result = CliRunner().invoke(
+        main, ["generate", *arguments, "--generation-config", "model", "--kv-cache-tokens", "64"]
+    )
     assert result.exit_code == 1
+    said = "the model's generation_config.json: defaults of prompts that do not say, max_new_tokens=4\n"
+    assert result.output.count(said) == 1
     assert "request 'bad' failed: the request may grow to 103 cached tokens, the KV cache holds 64: " in result.output
     assert "3 of 3 requests, 1 failed, " in result.output
     written = {line["id"]: line for line in lines_of(output)}

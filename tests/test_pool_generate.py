@@ -1,5 +1,6 @@
 """A pool over Ray, as a Python program uses it."""
 
+import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -19,10 +20,17 @@ def session() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def pool(session, tiny_moe) -> Iterator[ExpertPool]:
-    """Two ranks with a batch each, on the model that has a tokenizer; few graphs, which take seconds to record."""
+def pool(session, tiny_moe, tmp_path_factory) -> Iterator[ExpertPool]:
+    """Two ranks with a batch each, on the model that has a tokenizer; few graphs, which take seconds to record.
+
+    The model has a default of its own.
+    """
+    model = tmp_path_factory.mktemp("defaults") / "model"
+    shutil.copytree(tiny_moe, model)
+    (model / "generation_config.json").write_text('{"eos_token_id": 0, "max_new_tokens": 7}')
     limits = Limits(cuda_graph_bs=(1, 4), piecewise_cuda_graph_max_tokens=16)
-    with ExpertPool.launch(PoolConfig(model=tiny_moe, ranks=2, limits=limits)) as launched:
+    config = PoolConfig(model=str(model), ranks=2, limits=limits, generation_config="model")
+    with ExpertPool.launch(config) as launched:
         yield launched
 
 
@@ -43,6 +51,12 @@ def test_texts_are_completed_as_transformers_completes_them(pool, tokenizer, ref
         assert completion.text == tokenizer.decode(expected, skip_special_tokens=True)
         assert completion.finish_reason == ("length" if len(expected) == 24 else "stop")
         assert (completion.num_prompt_tokens, completion.num_completion_tokens) == (len(prompt), len(expected))
+
+
+def test_prompts_that_come_without_settings_get_the_models(pool, references):
+    [completion] = pool.generate([[5, 6]])
+    assert completion.token_ids == references["tiny_moe"].greedy([5, 6], 7)
+    assert (completion.num_completion_tokens, completion.finish_reason) == (7, "length")
 
 
 def test_completions_come_as_they_finish(pool):

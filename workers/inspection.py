@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..dispatch.errors import CheckpointError
 from .attention import ATTENTION_NAME, register_attention
+from .generation_settings import generation_settings, read_generation_config
 from .model_probe import ModelProbe, refuse_other_state
 from .model_spec import ModelSpec, digest_of_config, digest_of_tokenizer
 
@@ -130,7 +131,7 @@ def inspect_model(path: str, dtype: str | None = None) -> ModelSpec:
         vocab_size=text_config.vocab_size,
         hidden_size=model.get_input_embeddings().embedding_dim,
         context_length=text_config.max_position_embeddings,
-        eos_token_ids=_eos_token_ids(path, config),
+        eos_token_ids=_eos_token_ids(path),
         attention=tuple(probe.attention[layer] for layer in range(num_layers)),
         moe=tuple(probe.moe),
         dense_bytes=sum(sizes.values()) - expert_bytes,
@@ -138,6 +139,7 @@ def inspect_model(path: str, dtype: str | None = None) -> ModelSpec:
         has_tokenizer=(Path(path) / "tokenizer_config.json").is_file() or (Path(path) / "tokenizer.json").is_file(),
         config_digest=digest_of_config(path),
         tokenizer_digest=digest_of_tokenizer(path),
+        generation=generation_settings(path),
     )
 
 
@@ -171,15 +173,16 @@ def _rope_types(text_config: PreTrainedConfig) -> set[str]:
     return {mapping.get("rope_type", "default") for mapping in nested or [parameters]}
 
 
-def _eos_token_ids(path: str, config: PreTrainedConfig) -> tuple[int, ...]:
+def _eos_token_ids(path: str) -> tuple[int, ...]:
+    """As `generate` takes them: a generation_config.json that names none means none, whatever config.json names."""
     eos: Any = None
     if (Path(path) / "generation_config.json").is_file():
         try:
             eos = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(f"model={path!r}: its generation_config.json cannot be read: {error}") from error
-    if eos is None:
-        eos = getattr(config.get_text_config(), "eos_token_id", None)
+    else:
+        eos = read_generation_config(path).eos_token_id
     if eos is None:
         return ()
     return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)

@@ -6,6 +6,8 @@ from pathlib import Path
 import msgspec
 
 from ..dispatch.errors import ConfigError
+from .config import GenerationConfigName
+from .request import SamplingParams
 
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -67,6 +69,57 @@ class MoeShape(msgspec.Struct, frozen=True):
     unsupported_traits: tuple[str, ...] = ()
 
 
+class GenerationSettings(msgspec.Struct, frozen=True):
+    """What a model folder asks of `generate` of Transformers, end-of-sequence tokens aside.
+
+    Attributes:
+        source: the file that says so.
+        unsupported: settings that change which tokens `generate` gives and that no pool applies, as `name=value`.
+        offered: settings that can be the defaults of prompts that do not say, likewise.
+        sampling: those defaults.
+        unusable: what is wrong with what is offered.
+        unused_eos: end-of-sequence tokens that config.json names and `generate` does not go by; empty where it does.
+    """
+
+    source: str = "generation_config.json"
+    unsupported: tuple[str, ...] = ()
+    offered: tuple[str, ...] = ()
+    sampling: SamplingParams = SamplingParams()
+    unusable: str | None = None
+    unused_eos: str = ""
+
+    def problems(self, path: str, mode: GenerationConfigName) -> list[str]:
+        """Why a pool that has to apply all of it does not start."""
+        found = []
+        if mode == "model" and self.unsupported:
+            found.append(
+                f"generation_config='model', and {self.source} of model={path!r} asks for "
+                f"{', '.join(self.unsupported)}, which is not supported: set generation_config to 'ignore' to go on "
+                "without it, or take it out of the file"
+            )
+        if mode == "model" and self.unusable is not None:
+            found.append(
+                f"generation_config='model', and {self.source} of model={path!r} cannot give defaults: "
+                f"{self.unusable}; or set generation_config to 'ignore'"
+            )
+        return found
+
+    def notes(self, mode: GenerationConfigName) -> list[str]:
+        """A line about what of it is applied and what is not, where there is something to say."""
+        said = []
+        if self.unsupported:
+            said.append(f"not applied, so that tokens are not those of `generate`, {', '.join(self.unsupported)}")
+        if self.offered and mode == "ignore":
+            said.append(f"not taken as defaults, for which set generation_config to 'model', {', '.join(self.offered)}")
+        elif self.offered:
+            said.append(f"defaults of prompts that do not say, {', '.join(self.offered)}")
+        if self.unused_eos:
+            said.append(
+                f"no token ends a request, as with `generate`, though config.json has eos_token_id={self.unused_eos}"
+            )
+        return [f"the model's {self.source}: {'; '.join(said)}"] if said else []
+
+
 class ModelSpec(msgspec.Struct, frozen=True):
     """A model that can be served, with everything that planning and the ranks need to know of it.
 
@@ -86,6 +139,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         has_tokenizer: whether the folder carries one.
         config_digest: of `config.json`, where the model was looked at; empty where it was not.
         tokenizer_digest: likewise, of the files that a tokenizer is read from.
+        generation: what the folder asks of `generate`.
     """
 
     path: str
@@ -103,6 +157,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     has_tokenizer: bool
     config_digest: str = ""
     tokenizer_digest: str = ""
+    generation: GenerationSettings = GenerationSettings()
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -9,6 +9,7 @@ from ..dispatch.limits import ExpertsKind, Limits, QuantisationKind
 from ..dispatch.tuning import Tuning
 from .config import WeightsName, WorkerConfig
 from .model_spec import ModelSpec
+from .request import SamplingParams
 
 
 class RankConfig(msgspec.Struct, frozen=True):
@@ -30,6 +31,7 @@ class RankConfig(msgspec.Struct, frozen=True):
         weights: where they come from.
         gpu_memory_utilization: the share of a GPU's memory to fill; `None`: `num_blocks` is settled.
         start_timeout_s: how long a rank waits for the slowest to read its weights; see `PlacementConfig`.
+        default_sampling: of prompts that do not say; the ranks themselves get each request's own.
     """
 
     spec: ModelSpec
@@ -46,6 +48,7 @@ class RankConfig(msgspec.Struct, frozen=True):
     weights: WeightsName = "checkpoint"
     gpu_memory_utilization: float | None = None
     start_timeout_s: float = 1800.0
+    default_sampling: SamplingParams = SamplingParams()
 
     @property
     def digest(self) -> int:

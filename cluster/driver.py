@@ -13,6 +13,7 @@ from ..workers.logs import configure_logs
 from ..workers.rank import end_with_parent
 from ..workers.rank_config import RankConfig
 from ..workers.trace import RankTrace
+from .arguments import number_of_ranks
 from .capture import CaptureOutcome
 from .config import PoolConfig
 from .driver_state import DriverState
@@ -202,7 +203,7 @@ class Driver:
             PlacementError: no place for so many; the pool goes on as before.
             RankError: ranks were lost on the way; the pool goes on with the size it has then, or has failed.
         """
-        return await self._mover.resize(ranks)
+        return await self._mover.resize(number_of_ranks(ranks))
 
     async def status(self) -> PoolStatus:
         """How the pool stands, whatever its state."""

@@ -14,6 +14,7 @@ from .config import PoolConfig
 from .driver import Driver
 from .environment import rank_environment
 from .failure import LOST
+from .home import Home
 from .same_code import own_code
 
 # Actors of named pools are looked for here, from whatever job.
@@ -113,10 +114,12 @@ def stream(driver: Any, method: str, *args: Any, step_timeout_s: float) -> Itera
         RankError: the driver is stopped, or has ended for good.
         ExpertPoolError: what the call raised.
     """
+    home = Home()
     generator = getattr(driver, method).options(num_returns="streaming").remote(*args)
     within_s, finished = max(step_timeout_s, _SILENT_S), False
     try:
         while not finished:
+            home.require_here(None)  # whoever reads may have left the session between two values
             _wait_while_it_lives(generator, driver, within_s)
             try:
                 ref = next(generator)
@@ -125,7 +128,7 @@ def stream(driver: Any, method: str, *args: Any, step_timeout_s: float) -> Itera
             else:
                 yield get_answer(ref)
     finally:
-        if not finished and ray.is_initialized():
+        if not finished and home.is_here:
             ray.cancel(generator)
 
 

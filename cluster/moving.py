@@ -110,17 +110,18 @@ class Mover:
             refusal = await fleet.move(wanted, life.note)
             async for line in life.build():
                 life.note(line)
-        except ExpertPoolError as error:
+        except Exception as raised:
+            error = raised if isinstance(raised, ExpertPoolError) else _bug(raised)
             if not has_begun or life.state is not DriverState.RESIZING:
-                raise
+                raise error from raised
             refusal = refusal or error
-            if type(error) is not RankError and fleet.config is wanted:
+            if fleet.config is wanted:
                 await self._go_back(before, error)
-            else:
+            elif error is raised:
                 life.enter(DriverState.RECOVERING)
                 await life.recover(error)
-        except Exception as bug:
-            await self._give_up(bug, has_begun)
+            else:
+                await self._give_up(raised, has_begun)
         finally:
             reserve.release()
         if life.failure is not None:
@@ -131,9 +132,10 @@ class Mover:
         return wanted
 
     async def _go_back(self, before: RankConfig, refusal: ExpertPoolError) -> None:
-        """What ranks refuse at another size, only they could know: go on with the size before."""
+        """Ranks of another size did not come up, for whatever reason (memory, say, which ends them like any fault):
+        go on with the size that worked. What fails there follows the rules of recovery."""
         life = self._life
-        life.note(f"the other size cannot work, going back to {before.layout.world_size} ranks: {refusal}")
+        life.note(f"the other size did not start, going back to {before.layout.world_size} ranks: {refusal}")
         try:
             life.end_gang()
             async for facts in life.fleet.return_to(before):
@@ -152,7 +154,7 @@ class Mover:
         Raises:
             RankError: always.
         """
-        error = RankError(f"moving the ranks failed: {type(bug).__name__}: {bug}")
+        error = _bug(bug)
         if has_begun and self._life.state is DriverState.RESIZING:
             await self._life.fail(error)
         raise error from bug
@@ -222,3 +224,7 @@ class Mover:
         except PlacementError:
             return False
         return True
+
+
+def _bug(bug: Exception) -> RankError:
+    return RankError(f"moving the ranks failed: {type(bug).__name__}: {bug}")

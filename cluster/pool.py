@@ -15,9 +15,18 @@ from ..dispatch.errors import ConfigError, DriverRestartError, RankError
 from ..workers.rank_config import RankConfig
 from ..workers.request import Completion, FinishReason, RankStats, SamplingParams
 from ..workers.trace import RankTrace
+from .arguments import (
+    list_of_prompts,
+    number_of_ranks,
+    require_callable,
+    require_launch_arguments,
+    require_text,
+    sampling_of_each,
+)
 from .config import PoolConfig, checked
 from .driver_handle import answer_of, ask, named_driver, new_driver, patient, stream
 from .failure import LOST
+from .home import Home, refuse_to_travel
 from .ledger import PoolEvent, Prompt
 from .lifeline import lasting_lifeline_to, lifeline_to
 from .pool_status import PoolStatus
@@ -66,6 +75,8 @@ class ExpertPool:
 
     Leaving the `with` block shuts down a pool that this process launched, unless it is detached; from a detached one,
     and from one that it connected to, it only takes leave.
+
+    A pool works in the process and the Ray session that made it, and cannot be pickled: elsewhere, `connect` to it.
     """
 
     def __init__(
@@ -76,6 +87,7 @@ class ExpertPool:
         owns_pool: bool,
         holds_ray: bool,
         report: Callable[[str], None] = logger.info,
+        name: str | None = None,
     ):
         self._driver = driver
         # Who only asks how a pool stands, or sends token ids, need not have the model folder.
@@ -86,6 +98,11 @@ class ExpertPool:
         self._code = own_code()
         self._belonging: list[Any] = []  # kept, for Ray repeats a call only as long as somebody may want its result
         self._rank_config = rank_config
+        self._name = name
+        self._home = Home()
+
+    def __reduce__(self) -> Any:
+        return refuse_to_travel(self._name)
 
     @classmethod
     def launch(
@@ -114,9 +131,8 @@ class ExpertPool:
             PlacementError: the cluster had no place for all ranks in time.
             RankError: a rank did not start or load.
         """
+        require_launch_arguments(config, report, name, detached, rank_config)
         config = checked(config)
-        if name == "" or (detached and name is None):
-            raise ConfigError("a detached pool needs a name, and a name is not empty: nobody would find it again")
         rank_config = rank_config or validate(config)
         for note in rank_config.spec.generation.notes(config.generation_config):
             report(note)
@@ -124,7 +140,7 @@ class ExpertPool:
         holds_ray = connect_ray(config, report, must_exist=detached)
         try:
             driver = new_driver(config, rank_config, name, has_owner=not detached)
-            pool = cls(driver, rank_config, lambda: tokenizer, not detached, holds_ray, report)
+            pool = cls(driver, rank_config, lambda: tokenizer, not detached, holds_ray, report, name)
         except BaseException:
             if holds_ray:
                 leave_ray()
@@ -161,10 +177,13 @@ class ExpertPool:
             ConfigError: there is no cluster, or no pool of that name in it, or this process is in another session.
             RankError: the pool's driver actor is gone for good; one that is started anew is waited for.
         """
+        require_text("name", name)
+        require_text("address", address or None, may_be_unset=True)
+        require_callable("report", report)
         join_ray(address, report)
         driver = named_driver(name)
         ask(driver.code)  # that there is somebody to answer
-        return cls(driver, None, None, False, False, report)
+        return cls(driver, None, None, False, False, report, name)
 
     @property
     def rank_config(self) -> RankConfig:
@@ -207,17 +226,12 @@ class ExpertPool:
             RankError: ranks failed more often than `recovery` restarts them (completions yielded before stay valid),
                 the pool was shut down, or its driver actor is stopped.
         """
-        if isinstance(prompts, (str, bytes)):
-            raise ConfigError(f"prompts is one text ({prompts[:40]!r}): give a list of prompts")
-        prompts = list(prompts)
-        if sampling is None:
-            sampling = self.rank_config.default_sampling if prompts else SamplingParams()
-        each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
-        if len(each) != len(prompts):
-            raise ConfigError(f"{len(each)} sampling settings for {len(prompts)} prompts: give one, or one a prompt")
-        for one in each:
-            if not isinstance(one, SamplingParams):
-                raise ConfigError(f"sampling settings are SamplingParams, not {type(one).__name__}: {one!r:.60}")
+        self._home.require_here(self._name)
+        prompts = list_of_prompts(prompts)
+        if sampling is None and prompts:
+            sampling = self.rank_config.default_sampling
+        each = sampling_of_each(sampling, len(prompts))
+        require_callable("on_stats", on_stats, may_be_unset=True)
         tokenizer = self._tokenizer() if any(map(needs_tokenizer, prompts)) else None
         requests = [
             Prompt(token_ids, _with_seed(one))
@@ -236,7 +250,7 @@ class ExpertPool:
             PlacementError: no place for so many within `placement.timeout_s`; the pool goes on as before.
             RankError: ranks were lost on the way, the pool is not ready, or its driver actor is stopped.
         """
-        self._rank_config = self._answer_of("resize", ranks)
+        self._rank_config = self._answer_of("resize", number_of_ranks(ranks))
 
     def status(self) -> PoolStatus:
         """States, places and counters of the pool.
@@ -258,6 +272,7 @@ class ExpertPool:
             ConfigError: ranks remember none.
             RankError: a rank was lost, or did not answer in time, or the driver actor is stopped.
         """
+        self._running_driver()
         if not self.rank_config.worker.trace_steps:
             raise ConfigError("worker.trace_steps=0: ranks remember no steps; launch the pool with a number of them")
         traces: tuple[RankTrace, ...] = self._answer_of("trace")
@@ -268,8 +283,14 @@ class ExpertPool:
         return answer_of(self._running_driver(), method, *args, step_timeout_s=within_s)
 
     def shutdown(self) -> None:
-        """Stop the ranks and free their places, whoever uses the pool; safe to call again."""
-        if self._driver is None or not ray.is_initialized():
+        """Stop the ranks and free their places, whoever uses the pool; safe to call again.
+
+        Raises:
+            ConfigError: this is a process that was forked from the one that holds the pool.
+        """
+        if not self._home.is_of_this_process:
+            self._home.require_here(self._name)
+        if self._driver is None or not self._home.is_here:
             return
         driver, self._driver = self._driver, None
         try:
@@ -290,12 +311,13 @@ class ExpertPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._owns_pool:
+        if self._owns_pool and self._home.is_of_this_process:
             self.shutdown()
 
     def _running_driver(self) -> Any:
-        if self._driver is None:
+        if self._driver is None and self._home.is_of_this_process:
             raise RankError("the pool was shut down")
+        self._home.require_here(self._name)
         return self._driver
 
     def _completions(

@@ -1,7 +1,7 @@
 """Ranks die, raise and stall, and pools change their size: every request is answered, once, with the same tokens."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,10 +15,14 @@ from expert_pool.cluster import (
     RecoveryConfig,
     SamplingParams,
 )
+from expert_pool.cluster.driver import Driver
+from expert_pool.cluster.driver_handle import get_answer
+from expert_pool.cluster.driver_state import DriverState
 from expert_pool.cluster.recovery import Restarts
 from expert_pool.dispatch.tuning import Tuning
 from kill_scene import Left, Scene, config_of, on_rank, rank_processes, ray_session
 from rank_faults import ends_at_step, inject, other_expert_backend
+from waiting import holds_in_time
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +100,27 @@ def test_a_size_that_only_the_ranks_can_refuse_leaves_the_pool_as_it_was(left, r
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("fault", ["killed", "raising"])
+def test_a_size_whose_ranks_end_while_they_start_is_given_up_for_the_one_that_worked(fault, left, random_models):
+    """As where there is not the memory: the operating system ends a rank, or what it asks for raises."""
+    config = config_of(random_models["qwen3_moe"], 1, recovery=RecoveryConfig(max_restarts=0))
+    with ExpertPool.launch(config) as pool, ThreadPoolExecutor(1) as threads:
+        before = set(rank_processes())
+        if fault == "raising":
+            get_answer(pool._driver.__ray_call__.remote(let_two_ranks_miss_memory))
+        resizing = threads.submit(pool.resize, 2)
+        if fault == "killed":
+            assert holds_in_time(lambda: set(rank_processes()) - before and "loading" in status_of(pool), within_s=60)
+            (left.processes() & (set(rank_processes()) - before)).pop().kill()
+        with pytest.raises(RankError, match=r"^not resized, the pool has 1 ranks: (rank \d .*died|.*MemoryError: )"):
+            resizing.result()
+        status = pool.status()
+        assert (status.state, len(status.places), status.restarts) == ("ready", 1, 0)
+        assert len(list(pool.generate([[5]], SamplingParams(max_new_tokens=2)))) == 1
+        assert len(left.groups()) == 1
+
+
+@pytest.mark.long
 def test_more_ranks_than_there_are_places_leave_the_pool_as_it_is(left, random_models):
     placement = PlacementConfig(cpus_per_rank=2, timeout_s=1.0)
     with ExpertPool.launch(config_of(random_models["qwen3_moe"], 1, placement=placement)) as pool:
@@ -142,6 +167,24 @@ def test_ranks_that_disagree_are_not_started_again(left, random_models):
             list(completions)
         status = pool.status()
         assert (status.state, status.restarts) == ("failed", 0)
+
+
+def status_of(pool: ExpertPool) -> str:
+    return pool.status().notice or ""
+
+
+def let_two_ranks_miss_memory(driver: Driver) -> None:
+    """The driver itself finds no memory as soon as there are two ranks to start."""
+    fleet = driver._life.fleet
+    start_gang = fleet.start_gang
+
+    async def start(begin_stage: Callable[[DriverState], None]) -> AsyncIterator[str]:
+        if fleet.config.layout.world_size == 2:
+            raise MemoryError("no room")
+        async for line in start_gang(begin_stage):
+            yield line
+
+    fleet.start_gang = start
 
 
 def test_pauses_double_up_to_their_bound_and_old_restarts_no_longer_count():

@@ -128,6 +128,7 @@ class Driver:
         require_same_code(self._launchers_code, self._code)
         with self._stream_under_way():
             async for line in self._life.first_start():
+                logger.info("%s", line)
                 yield line
             self._life.spawn(self._mover.watch_nodes())
 
@@ -201,7 +202,8 @@ class Driver:
         Raises:
             ConfigError: a size that cannot work; nothing was changed.
             PlacementError: no place for so many; the pool goes on as before.
-            RankError: ranks were lost on the way; the pool goes on with the size it has then, or has failed.
+            RankError: ranks were lost on the way, or did not come up at the new size; the pool goes on with the size it
+                has then, or has failed.
         """
         return await self._mover.resize(number_of_ranks(ranks))
 

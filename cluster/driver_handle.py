@@ -13,8 +13,9 @@ from ..workers.rank_config import RankConfig
 from .config import PoolConfig
 from .driver import Driver
 from .environment import rank_environment
-from .failure import LOST
+from .failure import LOST, reason_of_death
 from .home import Home
+from .last_words import ActorWatch
 from .same_code import own_code
 
 # Actors of named pools are looked for here, from whatever job.
@@ -22,6 +23,10 @@ NAMESPACE = "expert_pool"
 # A node to start the driver on anew may have to come first.
 _BACK_S, _LOOK_S = 600.0, 5.0
 _SILENT_S, _SLICE_S = 60.0, 1.0
+
+
+class DriverGoneError(RankError):
+    """The driver actor has ended for good."""
 
 
 def new_driver(config: PoolConfig, rank_config: RankConfig, name: str | None, has_owner: bool) -> Any:
@@ -98,7 +103,9 @@ def ask(method: Any, *args: Any) -> Any:
     return get_answer(ref)
 
 
-def stream(driver: Any, method: str, *args: Any, step_timeout_s: float) -> Iterator[Any]:
+def stream(
+    driver: Any, method: str, *args: Any, step_timeout_s: float, watch: ActorWatch | None = None
+) -> Iterator[Any]:
     """The values of a streaming call of the driver; leaving the loop early cancels the call.
 
     Ray says where the driver ends, and not where its process or machine is stopped: so it is asked for a sign of life
@@ -109,24 +116,25 @@ def stream(driver: Any, method: str, *args: Any, step_timeout_s: float) -> Itera
         method: that streams.
         args: of the method.
         step_timeout_s: how long it may give no sign, a minute at least.
+        watch: of the driver, for what the caller has to say of its end; unset: errors of an end say why.
 
     Raises:
         RankError: the driver is stopped, or has ended for good.
         ExpertPoolError: what the call raised.
     """
-    home = Home()
+    home, own_watch = Home(), watch or ActorWatch(driver)
     generator = getattr(driver, method).options(num_returns="streaming").remote(*args)
     within_s, finished = max(step_timeout_s, _SILENT_S), False
     try:
         while not finished:
             home.require_here(None)  # whoever reads may have left the session between two values
-            _wait_while_it_lives(generator, driver, within_s)
+            _wait_while_it_lives(generator, driver, within_s, own_watch)
             try:
                 ref = next(generator)
             except StopIteration:
                 finished = True
             else:
-                yield get_answer(ref)
+                yield get_answer(ref, own_watch if watch is None else None)
     finally:
         if not finished and home.is_here:
             ray.cancel(generator)
@@ -134,15 +142,17 @@ def stream(driver: Any, method: str, *args: Any, step_timeout_s: float) -> Itera
 
 def answer_of(driver: Any, method: str, *args: Any, step_timeout_s: float) -> Any:
     """The answer of a call that takes as long as it takes; arguments and errors are those of `stream`."""
+    watch = ActorWatch(driver)
     ref = getattr(driver, method).remote(*args)
-    _wait_while_it_lives(ref, driver, max(step_timeout_s, _SILENT_S))
-    return get_answer(ref)
+    _wait_while_it_lives(ref, driver, max(step_timeout_s, _SILENT_S), watch)
+    return get_answer(ref, watch)
 
 
-def _wait_while_it_lives(awaited: Any, driver: Any, within_s: float) -> None:
+def _wait_while_it_lives(awaited: Any, driver: Any, within_s: float, watch: ActorWatch) -> None:
     """Until there is something to be read. Slices are counted, not the clock: this process may have been stopped."""
     asked, silent_s = None, 0.0
     while not ray.wait([awaited], timeout=_SLICE_S)[0]:
+        watch.look()
         if asked is None:
             asked, silent_s = driver.rank_config.remote(), 0.0
         elif ray.wait([asked], timeout=0)[0]:
@@ -154,8 +164,12 @@ def _wait_while_it_lives(awaited: Any, driver: Any, within_s: float) -> None:
             )
 
 
-def get_answer(ref: Any) -> Any:
+def get_answer(ref: Any, watch: ActorWatch | None = None) -> Any:
     """`ray.get` that raises our own errors as themselves, without the remote traceback.
+
+    Args:
+        ref: of a call of the driver.
+        watch: of the driver: an error of its end says why it ended.
 
     Raises:
         DriverRestartError: the driver actor ended and may come back, or an answer was lost with its node.
@@ -167,6 +181,9 @@ def get_answer(ref: Any) -> Any:
     except RayError as error:
         if (own := own_error(error)) is None:
             raise
+        if watch is not None and isinstance(own, (DriverRestartError, DriverGoneError)):
+            how = watch.how_it_ended()
+            raise type(own)(f"{own}; {how}" if how else str(own)) from None
         raise own from None
 
 
@@ -186,12 +203,5 @@ def own_error(error: RayError) -> ExpertPoolError | None:
             "call again, which waits for the pool or says that it is gone"
         )
     if isinstance(error, LOST):
-        return RankError(f"the pool's driver actor died for good: {_reason(error)}")
+        return DriverGoneError(f"the pool's driver actor died for good: {reason_of_death(str(error))}")
     return None
-
-
-def _reason(error: BaseException) -> str:
-    """The line of Ray's message that says why."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = next((line for line in lines if "because" in line), lines[0] if lines else type(error).__name__)
-    return telling.split(" Some common causes include")[0]

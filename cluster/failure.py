@@ -1,7 +1,8 @@
 """What to say when ranks fail: one error that names the rank where it began, and why."""
 
 import asyncio
-from collections.abc import Awaitable
+import itertools
+from collections.abc import Awaitable, Mapping
 from typing import TypeVar
 
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError
@@ -33,6 +34,7 @@ _LOST_PEER = 2
 _SIGNS_OF_A_LOST_PEER = ("connection", "gloo", "remote process", "timed out")
 
 _ADVICE = " Some common causes include"  # of Ray, a paragraph
+_LOW_MEMORY, _MEMORY_TABLES = "low on memory", "Object store memory usage"  # of Ray's memory monitor
 
 
 def describe_failure(
@@ -40,6 +42,7 @@ def describe_failure(
     when: str,
     places: tuple[RankPlace, ...] = (),
     silent: dict[int, float] | None = None,
+    last_words: Mapping[int, str] | None = None,
 ) -> ExpertPoolError:
     """One error from what several ranks report: deaths first, then the ranks' own errors, lost peers last.
 
@@ -50,6 +53,7 @@ def describe_failure(
         when: the stage, for the message.
         places: where ranks run, as far as that is known.
         silent: ranks that did not end, with the seconds that others waited for them at most.
+        last_words: of ranks that are gone, where they are wanted.
     """
     if not failures:
         return RankError(f"all ranks stopped {when} without being told to")
@@ -60,7 +64,10 @@ def describe_failure(
             f"{cause} (raised on ranks {sorted(r for r, c in causes.items() if type(c) is type(cause))})"
         )
     if isinstance(cause, LOST):
-        return RankError(f"{_named(rank, places)} died {when}: {_reason_of_death(cause)}")
+        reason = reason_of_death(str(cause))
+        if last_words and rank in last_words:
+            reason = f"{reason.rstrip('.')}; {last_words[rank]}"
+        return RankError(f"{_named(rank, places)} died {when}: {reason}")
     if isinstance(cause, SilentRank):
         return RankError(
             f"{_named(rank, places)} has not answered {when} for {cause.seconds:g} s, longer than "
@@ -121,11 +128,13 @@ def _suspicion(cause: BaseException) -> int:
     return _LOST_PEER if any(sign in text for sign in _SIGNS_OF_A_LOST_PEER) else 1
 
 
-def _reason_of_death(cause: BaseException) -> str:
-    """The lines of Ray's message that say why, without ids of actors and jobs."""
-    lines = [line.strip() for line in str(cause).splitlines()]
+def reason_of_death(said: str) -> str:
+    """What Ray says of the end of a process, without ids of actors and jobs, advice, and tables of memory."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
     telling = [line for line in lines if "because" in line or line.startswith("Worker exit detail")]
-    return (" ".join(telling) or _first_line(cause)).split(_ADVICE)[0]
+    if any(_LOW_MEMORY in line for line in lines):
+        telling = list(itertools.takewhile(lambda line: not line.startswith(_MEMORY_TABLES), lines))
+    return " ".join(telling or lines[:3] or ["unknown"]).split(_ADVICE)[0]
 
 
 def _first_line(error: BaseException) -> str:

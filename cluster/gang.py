@@ -23,9 +23,11 @@ from ..workers.rank_config import RankConfig
 from .environment import runtime_environment
 from .failure import GONE, SilentRank, describe_failure, is_origin
 from .kernels import prepare_kernels
+from .last_words import last_words
 from .metrics import pool_label
 from .placement import Placement
 from .pulse import Pulse
+from .ray_internals import process_of
 
 logger = logging.getLogger(__name__)
 
@@ -86,12 +88,13 @@ class Gang:
                 **({"runtime_env": runtime} if runtime else {}),
             )
             self.actors.append(options.remote(self._config, rank, pool_label()))
-        self.places = tuple(await self.call("place"))
         self._pulse.begin(self.actors, self._config.worker.step_timeout_s)
+        self.places = tuple(await self.call("place"))
+        await self.call("make_engine")
         try:
             host, port = await asyncio.wait_for(self._call_one(0, "open_rendezvous"), self._start_timeout_s)
         except (RayError, SilentRank) as error:
-            raise describe_failure({0: error}, "while opening the rendezvous", self.places) from error
+            raise await self._described({0: error}, "while opening the rendezvous", is_start=True) from error
         except TimeoutError:
             self.is_broken = True
             raise RankError(
@@ -135,10 +138,10 @@ class Gang:
         doing = f"during {_readable(method, args)}"
         failures = _failures(calls)
         if failures and (collective or any(isinstance(error, GONE) for error in failures.values())):
-            raise await self._end(calls, doing)
+            raise await self._end(calls, doing, is_start=True)
         if failures:
             self._note_losses(failures)
-            raise describe_failure(failures, doing, self.places)
+            raise await self._described(failures, doing, is_start=True)
         if pending:
             self.is_broken = True  # a rank inside a call answers no other one
             late = [rank for rank, call in calls.items() if call in pending]
@@ -224,7 +227,9 @@ class Gang:
             self._note_losses({rank: error})
             raise
 
-    async def _end(self, calls: Calls, when: str, waited_s: float | None = None) -> ExpertPoolError:
+    async def _end(
+        self, calls: Calls, when: str, waited_s: float | None = None, is_start: bool = False
+    ) -> ExpertPoolError:
         """Find out why these calls fail, tell every rank that still lives, and end them all.
 
         Args:
@@ -232,6 +237,7 @@ class Gang:
             when: the stage, for the message.
             waited_s: how long ranks wait for each other at most, where the calls have no end of their own: ranks that
                 have not ended by then are the silent ones.
+            is_start: whether ranks are being started: what one that died said last is then said too.
         """
         is_first, self.is_broken = not self.is_broken, True
         await _causes(calls)
@@ -239,11 +245,30 @@ class Gang:
         if is_first:  # after that they have been ended here
             self._note_losses(failures)
         silent = {rank: waited_s for rank, call in calls.items() if waited_s is not None and not call.done()}
-        error = describe_failure(failures, when, self.places, silent)
+        error = await self._described(failures, when, silent, is_start)
         await self._tell(error)
         for actor in self.actors:
             ray.kill(actor)
         return error
+
+    async def _described(
+        self,
+        failures: dict[int, BaseException],
+        when: str,
+        silent: dict[int, float] | None = None,
+        is_start: bool = False,
+    ) -> ExpertPoolError:
+        """See `describe_failure`. Where ranks run that were lost before they said so, Ray's tables say."""
+        lost = [rank for rank, error in failures.items() if isinstance(error, GONE) and rank < len(self.actors)]
+        words: dict[int, str] = {}
+        if lost and (is_start or not self.places):
+            processes = await asyncio.to_thread(lambda: {rank: process_of(self.actors[rank]) for rank in lost})
+            there = {rank: process for rank, process in processes.items() if process is not None}
+            self.places = self.places or tuple(
+                RankPlace(rank, process.node_id, process.address, process.pid, ()) for rank, process in there.items()
+            )
+            words = await asyncio.to_thread(lambda: {rank: last_words(process) for rank, process in there.items()})
+        return describe_failure(failures, when, self.places, silent, words)
 
     def _require_ranks(self) -> None:
         """

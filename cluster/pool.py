@@ -24,9 +24,10 @@ from .arguments import (
     sampling_of_each,
 )
 from .config import PoolConfig, checked
-from .driver_handle import answer_of, ask, named_driver, new_driver, patient, stream
+from .driver_handle import DriverGoneError, answer_of, ask, named_driver, new_driver, patient, stream
 from .failure import LOST
 from .home import Home, refuse_to_travel
+from .last_words import ActorWatch
 from .ledger import PoolEvent, Prompt
 from .lifeline import lasting_lifeline_to, lifeline_to
 from .pool_status import PoolStatus
@@ -145,15 +146,20 @@ class ExpertPool:
             if holds_ray:
                 leave_ray()
             raise
+        watch, doing = ActorWatch(driver), "it had not begun"
         try:
             if not detached:
                 lifeline = lasting_lifeline_to(driver)
                 pool._belonging = [patient(driver.belong_to).remote(lifeline), *lifeline.refs]
-            for line in stream(driver, "start", step_timeout_s=rank_config.worker.step_timeout_s):
+            for line in stream(driver, "start", step_timeout_s=rank_config.worker.step_timeout_s, watch=watch):
+                doing = f"after {line!r}"
                 report(line)
-        except DriverRestartError:
+        except (DriverRestartError, DriverGoneError) as error:
+            how = watch.how_it_ended(with_last_words=True) or str(error)
             pool.shutdown()
-            raise RankError("the pool's driver actor ended while the pool started; launch it again") from None
+            raise RankError(
+                f"the pool's driver actor ended while the pool started ({doing}): {how}; launch it again"
+            ) from None
         except BaseException:
             pool.shutdown()
             raise
@@ -248,7 +254,8 @@ class ExpertPool:
         Raises:
             ConfigError: a size that cannot work, with those that do; nothing was changed.
             PlacementError: no place for so many within `placement.timeout_s`; the pool goes on as before.
-            RankError: ranks were lost on the way, the pool is not ready, or its driver actor is stopped.
+            RankError: ranks were lost on the way or did not come up at the new size, and the pool went on with the size
+                that the message says; the pool is not ready; or its driver actor is stopped.
         """
         self._rank_config = self._answer_of("resize", number_of_ranks(ranks))
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
 from .failure import SilentRank
+from .ray_internals import process_of
 
 _PAUSE_S = 2.0
 _SLICE_S = 1.0
@@ -21,7 +22,11 @@ Answer = TypeVar("Answer")
 
 
 class Pulse:
-    """Asks every rank of a gang for a sign of life, every two seconds."""
+    """Asks every rank of a gang for a sign of life, every two seconds.
+
+    A rank whose process is not there yet is not silent: Ray may look for a place, make a runtime environment or start
+    the process for as long as the start may take.
+    """
 
     def __init__(self) -> None:
         self._step_timeout_s = self._within_s = _START_S
@@ -29,7 +34,8 @@ class Pulse:
         self._beats: list[asyncio.Task[None]] = []
 
     def begin(self, actors: Sequence[Any], step_timeout_s: float) -> None:
-        """Ask these ranks, which have answered a first time; while they start, a minute or more may pass.
+        """Ask these ranks, which were just asked for; while they start, a minute or more may pass from when a process
+        is there.
 
         Args:
             actors: by rank.
@@ -67,15 +73,18 @@ class Pulse:
             work.cancel()
 
     async def _beat(self, actor: Any, silent: "asyncio.Future[SilentRank]") -> None:
+        is_there = False
         while True:
             answer = asyncio.ensure_future(_answered(actor.clock.remote()))
             waited_s = 0.0
             # Slices are counted, not the clock: after a pause of this process itself answers are there to be read.
             while not (await asyncio.wait([answer], timeout=_SLICE_S))[0]:
-                waited_s += _SLICE_S
+                is_there = is_there or await asyncio.to_thread(process_of, actor) is not None
+                waited_s += _SLICE_S if is_there else 0.0
                 if waited_s >= self._within_s:
                     silent.set_result(SilentRank(waited_s, self._step_timeout_s))
                     return
+            is_there = True
             await asyncio.sleep(_PAUSE_S)
 
 

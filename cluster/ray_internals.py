@@ -5,10 +5,13 @@ Ray has no public call for these; Ray Train and Ray Data use the same functions 
 
 import logging
 import math
-from typing import cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import ray
 import ray._private.state
+import ray._private.worker
+from ray.core.generated.gcs_pb2 import WorkerTableData
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +20,62 @@ def num_restarts_of_this_actor() -> int:
     """How often Ray has started this actor anew. The public property behind it says only whether, and warns."""
     actor_id = ray.get_runtime_context().get_actor_id()
     return cast(int, ray._private.state.actors(actor_id=actor_id)["NumRestarts"])
+
+
+@dataclass(frozen=True)
+class ActorProcess:
+    """The process that runs an actor, by its node and its id there."""
+
+    node_id: str
+    address: str
+    pid: int
+
+
+def process_of(actor: Any) -> ActorProcess | None:
+    """The process of an actor, from when Ray has given it one, before its constructor runs; it may have ended since.
+
+    `None` while Ray looks for a place, makes a runtime environment or starts a process.
+    """
+    try:
+        facts = ray._private.state.actors(actor_id=actor._actor_id.hex())
+    except Exception as error:  # whatever Ray raises; it is asked again, or something else has failed already
+        logger.warning("Ray does not say which process runs an actor: %s", error)
+        return None
+    if not facts or not facts["Pid"]:
+        return None
+    return ActorProcess(facts["Address"]["NodeID"], facts["Address"]["IPAddress"], facts["Pid"])
+
+
+def end_of_worker(actor: Any, process: ActorProcess | None) -> str:
+    """What Ray's node says of the end of this process of an actor; empty while, or where, it says nothing.
+
+    Where the process is not known, the memory monitor's word is found all the same: it names the actor.
+    """
+    try:
+        table = ray._private.state.state._connect_and_get_accessor().get_worker_table()
+    except Exception as error:  # whatever Ray raises: the failure that is being explained stands without it
+        logger.warning("Ray does not say why a process ended: %s", error)
+        return ""
+    workers = [WorkerTableData.FromString(worker) for worker in table]
+    ends = [
+        (worker.end_time_ms, worker.exit_detail)
+        for worker in workers
+        if not worker.is_alive and worker.exit_detail and _is_of(worker, actor, process)
+    ]
+    if not ends and process is not None and not any(n["NodeID"] == process.node_id and n["Alive"] for n in ray.nodes()):
+        return "its node is gone"
+    return max(ends)[1] if ends else ""
+
+
+def _is_of(worker: WorkerTableData, actor: Any, process: ActorProcess | None) -> bool:
+    if process is not None:
+        return worker.pid == process.pid and worker.worker_address.node_id.hex() == process.node_id
+    return f"Actor({actor._actor_id.hex()})" in worker.exit_detail
+
+
+def logs_folder() -> str:
+    """Where Ray keeps the logs of processes on this node."""
+    return cast(str, ray._private.worker._global_node.get_logs_dir_path())
 
 
 def can_tell_draining_nodes() -> bool:

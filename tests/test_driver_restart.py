@@ -78,7 +78,8 @@ def test_a_named_pool_comes_back_and_its_callers_are_told(address, random_models
         assert next(completions).token_ids == expected
         pids |= processes_of(pool)
         os.kill(pool.status().driver_pid, signal.SIGKILL)
-        with pytest.raises(DriverRestartError, match=RETURNS):
+        why = r"its process \d+ on \S+ ended: Worker unexpectedly exits"
+        with pytest.raises(DriverRestartError, match=f"{RETURNS}.*; {why}"):
             list(completions)
 
         with ExpertPool.connect("comes-back") as again:

@@ -56,6 +56,22 @@ def test_a_process_that_dies_in_the_first_start_is_replaced(left, random_models)
         assert len(list(pool.generate([[5], [6]], SamplingParams(max_new_tokens=2)))) == 2
 
 
+@pytest.mark.parametrize("victim", ["rank", "driver"])
+def test_a_start_that_dies_says_what_it_was_doing_and_what_was_said_last(victim, left, random_models):
+    def kill_it(line: str) -> None:
+        if line.startswith("loading"):
+            title = "ray::Rank" if victim == "rank" else "ray::Driver"
+            next(one for one in left.processes() if one.cmdline()[0].startswith(title)).kill()
+
+    doing = {
+        "rank": r"rank 0 \(process \d+ on \S+\) died during [a-z_]+.*: The actor is dead because ",
+        "driver": r"driver actor ended while the pool started \(after 'loading .*'\): its process \d+ .* ended: ",
+    }
+    config = config_of(random_models["qwen3_moe"], 1, recovery=RecoveryConfig(max_restarts=0))
+    with pytest.raises(RankError, match=doing[victim] + r".*; it said last \(in .*worker-.*\.err\): .*level=info"):
+        ExpertPool.launch(config, report=kill_it)
+
+
 @pytest.mark.long
 def test_a_pool_grows_and_shrinks_under_load(left, random_models, tmp_path):
     config = config_of(random_models["qwen3_moe"], 2, max_ranks=4)

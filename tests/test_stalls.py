@@ -1,6 +1,8 @@
 """Calls that hang on a rank: found by a deadline of the host, wherever they hang, and named."""
 
+import asyncio
 import os
+import re
 import signal
 import sys
 import time
@@ -17,12 +19,16 @@ from expert_pool.cluster import (
     SamplingParams,
     WorkerConfig,
     driver_handle,
+    pulse,
 )
 from expert_pool.cluster.driver_handle import get_answer
-from expert_pool.cluster.failure import describe_failure
+from expert_pool.cluster.failure import SilentRank, describe_failure
+from expert_pool.cluster.ray_internals import process_of
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.rank import RankPlace
+from kill_scene import processes_of
 from plain_ranks import PlainRanks
+from waiting import holds_in_time
 
 HANGS_S = 100.0
 PLACES = tuple(RankPlace(rank, "node", "10.0.0.1", 100 + rank, ()) for rank in range(3))
@@ -107,6 +113,83 @@ def test_callers_of_a_driver_whose_process_is_stopped_are_told(session, random_m
                 pool.resize(2)
         finally:
             os.kill(pid, signal.SIGCONT)
+
+
+@ray.remote
+class Frozen:
+    """An actor whose process is stopped before it answers anything."""
+
+    def __init__(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def clock(self) -> float:
+        return time.perf_counter()
+
+
+def test_a_process_that_never_answers_is_silent_and_one_that_is_not_there_yet_is_not(session, monkeypatch):
+    """Ray may look for a place for long; once it has started a process, that has to answer."""
+    monkeypatch.setattr(pulse, "_START_S", 2.0)
+    frozen, placeless = Frozen.remote(), Frozen.options(num_cpus=100).remote()
+
+    async def listen() -> None:
+        signs = pulse.Pulse()
+        signs.begin([placeless, frozen], step_timeout_s=0.0)
+        with pytest.raises(SilentRank, match="no answer for 2 s"):
+            await signs.while_there(1, never())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(signs.while_there(0, never()), timeout=3.0)
+        signs.stop()
+
+    asyncio.run(listen())
+    assert process_of(placeless) is None
+    ray.kill(frozen)
+
+
+async def never() -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.long
+def test_a_rank_that_freezes_before_its_first_answer_is_replaced(session, random_models):
+    """Ray gives it a process that it holds ready, which is stopped."""
+
+    def freeze(line: str) -> None:
+        if line == "starting ranks" and not frozen:
+            frozen.extend(process for process in processes_of("IDLE") if process.is_running())
+            for process in frozen:
+                process.suspend()
+
+    def has_processes_ready() -> bool:
+        return len(processes_of("IDLE")) >= 2  # one is the driver's
+
+    frozen: list[psutil.Process] = []
+    worker, recovery = WorkerConfig(step_timeout_s=4), RecoveryConfig(max_restarts=1, backoff_s=0)
+    config = PoolConfig(model=random_models["qwen3_moe"], ranks=1, worker=worker, recovery=recovery)
+    assert holds_in_time(has_processes_ready, within_s=60)
+    with ExpertPool.launch(config, report=freeze) as pool:
+        assert frozen
+        said = r"rank 0 \(process \d+ on .*\) has not answered during place for 60 s, longer than "
+        assert re.match(said, pool.status().last_failure or ""), pool.status()
+        assert len(list(pool.generate([[5]], SamplingParams(max_new_tokens=2)))) == 1
+    assert gone_in_time(frozen)
+
+
+def gone_in_time(frozen: list[psutil.Process]) -> bool:
+    for process in frozen:
+        if process.is_running():
+            process.kill()
+    return psutil.wait_procs(frozen, timeout=10)[1] == []
+
+
+def test_whoever_launches_is_told_that_rays_memory_monitor_ended_the_driver(random_models, monkeypatch):
+    monkeypatch.setenv("RAY_memory_usage_threshold", "0.0001")
+    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "100")
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        with pytest.raises(RankError, match=r"driver actor ended while the pool started.*node running low on memory"):
+            ExpertPool.launch(PoolConfig(model=random_models["qwen3_moe"]))
+    finally:
+        ray.shutdown()
 
 
 def hang_in(graphs, stage: str) -> None:

@@ -59,19 +59,24 @@ class Rank:
     """
 
     def __init__(self, config: RankConfig, rank: int, pool: str = ""):
-        # First: what is imported below takes seconds, in which the parent may end.
         end_with_parent()
+        self._config = config
+        self._rank = rank
+        self._pool = pool
+        self._address = ray.util.get_node_ip_address()
+
+    def make_engine(self) -> None:
+        """Import PyTorch: that takes seconds, from slow storage minutes, in which a constructor would keep the process
+        from giving signs of life."""
         # The driver imports this module to name the class; only a rank needs PyTorch.
         from .engine import RankEngine, gloo_interface
 
-        self._config = config
-        self._rank = rank
-        self._address = ray.util.get_node_ip_address()
         interface = gloo_interface(self._address)
         if interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        self._engine = RankEngine(config, rank)
-        configure_logs(pool, rank, lambda: self._engine.step, config.worker.log_level)
+        self._engine = RankEngine(self._config, self._rank)
+        configure_logs(self._pool, self._rank, lambda: self._engine.step, self._config.worker.log_level)
+        logger.info("process %d is rank %d", os.getpid(), self._rank)
 
     def place(self) -> RankPlace:
         context = ray.get_runtime_context()

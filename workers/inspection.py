@@ -7,6 +7,7 @@ starts.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def inspect_model(path: str, dtype: str | None = None) -> ModelSpec:
         dtype_bytes=torch_dtype.itemsize,
         vocab_size=text_config.vocab_size,
         hidden_size=model.get_input_embeddings().embedding_dim,
-        context_length=text_config.max_position_embeddings,
+        context_length=_context_length(text_config),
         eos_token_ids=_eos_token_ids(path),
         attention=tuple(probe.attention[layer] for layer in range(num_layers)),
         moe=tuple(probe.moe),
@@ -166,11 +167,32 @@ def _refuse_unsupported_config(path: str, config: PreTrainedConfig) -> None:
             )
 
 
-def _rope_types(text_config: PreTrainedConfig) -> set[str]:
-    """RoPE types in use; `rope_parameters` is one mapping, or one a kind of layer."""
+def _context_length(text_config: PreTrainedConfig) -> int:
+    """The most positions that a configuration speaks of: `max_position_embeddings`, or what YaRN stretches it to.
+
+    YaRN alone states the length of pretraining and the factor apart: in Qwen's way of switching it on,
+    `max_position_embeddings` stays the length without it. Of `llama3` the product says nothing (Llama 3.2 has twice as
+    much as its context), and `linear` has only `max_position_embeddings`, which may hold the factor or not.
+    """
+    stretched = [
+        int(original * factor)
+        for mapping in _rope_mappings(text_config)
+        if mapping.get("rope_type") == "yarn"
+        for original, factor in [(mapping.get("original_max_position_embeddings"), mapping.get("factor"))]
+        if isinstance(original, int) and isinstance(factor, (int, float)) and math.isfinite(original * factor)
+    ]
+    return max(text_config.max_position_embeddings, *stretched, 0)
+
+
+def _rope_mappings(text_config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """RoPE parameters in use: `rope_parameters` is one mapping, or one a kind of layer."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return {mapping.get("rope_type", "default") for mapping in nested or [parameters]}
+    return nested or [parameters]
+
+
+def _rope_types(text_config: PreTrainedConfig) -> set[str]:
+    return {mapping.get("rope_type", "default") for mapping in _rope_mappings(text_config)}
 
 
 def _eos_token_ids(path: str) -> tuple[int, ...]:

@@ -3,15 +3,19 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from expert_pool.workers import inspection
+from expert_pool.workers.checkpoint import check_weights, weight_files
+from expert_pool.workers.inspection import inspect_model
 from models import COMMON, FAMILIES
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     BertConfig,
     DbrxConfig,
     DeepseekV4Config,
@@ -25,6 +29,7 @@ from transformers import (
     SwitchTransformersConfig,
     ZayaConfig,
 )
+from transformers.modeling_utils import _get_resolved_checkpoint_files
 
 INDEX = "model.safetensors.index.json"
 Weights = dict[str, torch.Tensor]
@@ -216,6 +221,98 @@ def test_an_index_that_cannot_be_read(content, said_of, copied):
     folder = copied()
     (folder / INDEX).write_text(content)
     assert f"{INDEX} cannot be read" in said_of(folder)
+
+
+def single_file(folder: Path) -> None:
+    """The weights in one file as well; shards and index stay."""
+    weights: Weights = {}
+    for file in folder.glob("*.safetensors"):
+        weights |= load_file(file)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def as_transformers_takes_them(folder: Path) -> list[str]:
+    """Names of the weight files that Transformers would load."""
+    config = AutoConfig.from_pretrained(folder)
+    files, _ = _get_resolved_checkpoint_files(
+        str(folder), None, None, None, None, False, getattr(config, "transformers_weights", None)
+    )
+    return [Path(file).name for file in files]
+
+
+def without_shards(folder: Path) -> None:
+    for shard in folder.glob("model-*.safetensors"):
+        shard.unlink()
+
+
+def with_an_index_that_cannot_be_read(folder: Path) -> None:
+    (folder / INDEX).write_text("{")
+
+
+def named_in_the_config(folder: Path, name: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": name}))
+
+
+@pytest.mark.parametrize(
+    ("change", "num_files"),
+    [
+        (lambda folder: None, 1),
+        (without_shards, 1),
+        (with_an_index_that_cannot_be_read, 1),
+        (lambda folder: (folder / INDEX).unlink(), 1),
+        (lambda folder: (folder / "model.safetensors").unlink(), None),
+        (partial(named_in_the_config, name=INDEX), None),
+        (partial(named_in_the_config, name="model.safetensors"), 1),
+    ],
+    ids=["both", "stale index", "broken index", "single file", "shards", "index by name", "file by name"],
+)
+def test_weight_files_are_those_that_transformers_takes(change, num_files, copied):
+    folder = copied()
+    num_shards = len(list(folder.glob("model-*.safetensors")))
+    single_file(folder)
+    change(folder)
+    found = [file.name for file in weight_files(str(folder))]
+    assert found == as_transformers_takes_them(folder)
+    assert len(found) == (num_files or num_shards)
+    check_weights(inspect_model(str(folder)))
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "model.bin", "nowhere.safetensors", 5])
+def test_a_weight_file_that_the_config_names_and_that_is_none(name, said_of, copied):
+    folder = copied()
+    named_in_the_config(folder, name)
+    said = said_of(folder)
+    assert "transformers_weights" in said or "weight files missing: nowhere.safetensors" in said
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "dtype"),
+    [
+        ("qwen3_moe", "lm_head.weight", torch.int64),
+        ("qwen3_moe", f"{EXPERT}.down_proj.weight", torch.bool),
+        ("qwen3_moe", "model.layers.0.self_attn.q_proj.weight", torch.complex64),
+        ("qwen3_moe", "model.embed_tokens.weight", torch.float8_e4m3fn),
+        ("gpt_oss", "model.layers.0.mlp.experts.down_proj", torch.int8),
+        ("deepseek_v3", "model.layers.1.mlp.gate.e_score_correction_bias", torch.int32),
+    ],
+)
+def test_a_weight_that_is_no_float_is_named_never_cast(family, name, dtype, said_of, copied):
+    folder = copied(family)
+    change_weights(folder, lambda weights: weights.update({name: weights[name].to(dtype)}))
+    assert f"1 weight(s) of a dtype that is not F64, F32, F16 or BF16: {name} is " in said_of(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_weights_in_other_floats_and_tensors_that_the_model_does_not_take_are_served(dtype, copied):
+    folder = copied()
+
+    def change(weights: Weights) -> None:
+        weights.update({name: tensor.to(dtype) for name, tensor in weights.items()})
+        weights["model.position_ids"] = torch.arange(4)
+
+    change_weights(folder, change)
+    check_weights(inspect_model(str(folder)))
 
 
 @pytest.mark.parametrize(

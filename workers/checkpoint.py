@@ -7,7 +7,7 @@ device, so that the loader never reads an expert that lives elsewhere.
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,29 +31,51 @@ from .model_spec import ModelSpec, MoeShape
 
 EP_IMPLEMENTATION_NAME = "expert_pool"
 EXPERTS_IMPLEMENTATION = "grouped_mm"
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def weight_files(path: str) -> list[Path]:
-    """The safetensors files of a model folder, in order.
+    """The safetensors files of a model folder, in order, as Transformers prefers them: what `transformers_weights` of
+    `config.json` names, a single file, an index with its shards.
 
     Raises:
-        CheckpointError: there are none, or the index names a file that is missing.
+        CheckpointError: there are none, or what the configuration or the index names is missing or no such file.
     """
     folder = Path(path)
-    index_file = folder / SAFE_WEIGHTS_INDEX_NAME
-    if index_file.is_file():
+    first = _named_in_config(folder)
+    if first is None:
+        has_index = not (folder / SAFE_WEIGHTS_NAME).is_file() and (folder / SAFE_WEIGHTS_INDEX_NAME).is_file()
+        first = SAFE_WEIGHTS_INDEX_NAME if has_index else SAFE_WEIGHTS_NAME
+    is_index = first.endswith(".index.json")
+    files = [folder / first]
+    if is_index and files[0].is_file():
         try:
-            weight_map: dict[str, str] = json.loads(index_file.read_text())["weight_map"]
+            weight_map: dict[str, str] = json.loads(files[0].read_text())["weight_map"]
             files = [folder / name for name in sorted(set(weight_map.values()))]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"model={path!r}: {SAFE_WEIGHTS_INDEX_NAME} cannot be read: {error!r}") from error
-    else:
-        files = [folder / SAFE_WEIGHTS_NAME]
+            raise CheckpointError(f"model={path!r}: {first} cannot be read: {error!r}") from error
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        hint = "" if index_file.is_file() else " (weights have to be in safetensors format)"
+        hint = "" if is_index else " (weights have to be in safetensors format)"
         raise CheckpointError(f"model={path!r}: weight files missing: {', '.join(missing)}{hint}")
     return files
+
+
+def _named_in_config(folder: Path) -> str | None:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"model={str(folder)!r}: its config.json cannot be read: {error}") from error
+    name = config.get("transformers_weights") if isinstance(config, dict) else None
+    if name is None:
+        return None
+    endings = (".safetensors", ".safetensors.index.json")
+    if not isinstance(name, str) or not name.endswith(endings) or Path(name).name != name:
+        raise CheckpointError(
+            f"model={str(folder)!r}: transformers_weights={name!r} in its config.json names no file of the folder "
+            f"that ends in {' or '.join(endings)}"
+        )
+    return name
 
 
 def open_slices(path: str) -> dict[str, Any]:
@@ -76,21 +98,34 @@ def open_slices(path: str) -> dict[str, Any]:
     return slices
 
 
+class _ShapeOf:
+    """A lazy tensor without values, which remembers whether the loader takes it."""
+
+    def __init__(self, piece: Any, dtype: torch.dtype):
+        self.file_dtype: str = piece.get_dtype()
+        self.is_taken = False
+        self._shape, self._dtype = piece.get_shape(), dtype
+
+    def get_shape(self) -> list[int]:
+        return self._shape
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        self.is_taken = True
+        return torch.empty(self._shape, dtype=self._dtype, device="meta")
+
+
 def check_weights(spec: ModelSpec) -> None:
     """Refuse a checkpoint that is incomplete, by a dry run of the loader on shapes; reads headers only.
 
     Raises:
-        CheckpointError: a file is missing or truncated, or weights are missing or of the wrong shape.
+        CheckpointError: a file is missing or truncated, or weights are missing, of the wrong shape or no floats.
     """
     slices = open_slices(spec.path)
     if absent := absent_expert_weights(slices, spec.moe):
         raise CheckpointError(f"model={spec.path!r}: {len(absent)} weight(s) missing: {_listed(absent)}")
     config = read_config(spec.path)
     model = build_meta_model(config, getattr(torch, spec.dtype))
-    shapes = {
-        name: torch.empty(piece.get_shape(), dtype=getattr(torch, spec.dtype), device="meta")
-        for name, piece in slices.items()
-    }
+    shapes = {name: _ShapeOf(piece, getattr(torch, spec.dtype)) for name, piece in slices.items()}
     load_config = LoadStateDictConfig(
         dtype=getattr(torch, spec.dtype),
         weight_mapping=get_model_conversion_mapping(model),
@@ -102,6 +137,22 @@ def check_weights(spec: ModelSpec) -> None:
     model.tie_weights(missing_keys=loading_info.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(loading_info)
     refuse_incomplete(spec.path, loading_info.to_dict() | {"conversion_errors": loading_info.conversion_errors})
+    _refuse_casts(spec.path, shapes, model)
+
+
+def _refuse_casts(path: str, shapes: Mapping[str, _ShapeOf], model: PreTrainedModel) -> None:
+    """The loader casts whatever it takes: integers to floats, as quantised weights without their scales."""
+    integers = {name.rpartition(".")[2] for name, held in model.state_dict().items() if not held.is_floating_point()}
+    cast = [
+        f"{name} is {shape.file_dtype}"
+        for name, shape in sorted(shapes.items())
+        if shape.is_taken and shape.file_dtype not in _FLOATS and name.rpartition(".")[2] not in integers
+    ]
+    if cast:
+        raise CheckpointError(
+            f"model={path!r}: {len(cast)} weight(s) of a dtype that is not {', '.join(_FLOATS[:-1])} or {_FLOATS[-1]}: "
+            f"{_listed(cast)}"
+        )
 
 
 def absent_expert_weights(names: Iterable[str], moe: Sequence[MoeShape]) -> list[str]:

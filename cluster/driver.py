@@ -237,6 +237,7 @@ class Driver:
         """Stop all ranks together and give their places back; requests under way end with an error."""
         await self._life.stop()
         self._is_over.set()
+        await self._life.fleet.forget_weights()
         # Whoever asked ends this actor next, and those who wait at a stream would hear of a dead actor alone.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._streams_ended(), _TOLD_S)

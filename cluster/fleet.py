@@ -6,6 +6,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from ..dispatch.errors import PlacementError
 from ..graphs.plan import CapturePlan, plan_captures
 from ..workers.rank_config import LoadReport, RankConfig
@@ -15,6 +17,7 @@ from .driver_state import DriverState
 from .gang import Gang
 from .placement import Placement, remove_own_groups
 from .resizing import resized, working_sizes
+from .same_weights import WeightsRecord
 
 _FAIL_S = 10.0
 AT_ONCE_S = 5.0
@@ -44,6 +47,7 @@ class Fleet:
         self.capture_seconds = 0.0
         self._pool = pool
         self._environment = environment
+        self._weights = WeightsRecord(config.spec.path)
         self._placement = self.places_for(config.layout.world_size)
         self.gang = self._new_gang()
 
@@ -121,7 +125,7 @@ class Fleet:
         """Start a gang in the places there are, load and record graphs; yields a line a stage.
 
         Raises:
-            ExpertPoolError: a rank failed.
+            ExpertPoolError: a rank failed, or ranks have read other weights than the pool's first ranks.
         """
         self.gang = self._new_gang()
         begin_stage(DriverState.STARTING)
@@ -133,7 +137,10 @@ class Fleet:
                 yield line
         begin_stage(DriverState.LOADING)
         yield f"loading {self.config.spec.path} on {len({place.node_id for place in self.gang.places})} node(s)"
-        self.loads = tuple(await self.gang.call("load", collective=True))
+        loads: list[LoadReport] = await self.gang.call("load", collective=True)
+        await self._weights.require_same(loads)
+        # Whoever asks for the status has no use for a line about every file from every rank.
+        self.loads = tuple(msgspec.structs.replace(load, files=()) for load in loads)
         for line in self.loads[0].experts:
             yield line
         begin_stage(DriverState.CAPTURING)
@@ -165,6 +172,10 @@ class Fleet:
     async def release(self) -> None:
         """Give all places back, or withdraw the request for them."""
         await asyncio.to_thread(self._placement.release)
+
+    async def forget_weights(self) -> None:
+        """The pool is shut down; see `WeightsRecord.forget`."""
+        await self._weights.forget()
 
     async def _move_to(self, config: RankConfig, timeout_s: float | None = None) -> AsyncIterator[str]:
         """Other places. The fleet has that size once it has them: after a refusal it looks for all of them again."""

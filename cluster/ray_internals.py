@@ -1,6 +1,6 @@
 """What only Ray's own libraries can ask Ray for, all in this one place.
 
-Ray has no public call for these; Ray Train and Ray Data use the same functions as are used here.
+Ray has no public call for these; Ray Train, Ray Data and Ray Serve use the same functions as are used here.
 """
 
 import logging
@@ -12,8 +12,11 @@ import ray
 import ray._private.state
 import ray._private.worker
 from ray.core.generated.gcs_pb2 import WorkerTableData
+from ray.experimental import internal_kv
 
 logger = logging.getLogger(__name__)
+
+_KV_NAMESPACE = "expert_pool"
 
 
 def num_restarts_of_this_actor() -> int:
@@ -76,6 +79,23 @@ def _is_of(worker: WorkerTableData, actor: Any, process: ActorProcess | None) ->
 def logs_folder() -> str:
     """Where Ray keeps the logs of processes on this node."""
     return cast(str, ray._private.worker._global_node.get_logs_dir_path())
+
+
+def keep_for_this_actor(value: bytes) -> None:
+    """Ray's control service keeps it for as long as the cluster lives, also for a process that replaces this one."""
+    internal_kv._internal_kv_put(_key_of_this_actor(), value, namespace=_KV_NAMESPACE)
+
+
+def kept_for_this_actor() -> bytes | None:
+    return cast(bytes | None, internal_kv._internal_kv_get(_key_of_this_actor(), namespace=_KV_NAMESPACE))
+
+
+def forget_of_this_actor() -> None:
+    internal_kv._internal_kv_del(_key_of_this_actor(), namespace=_KV_NAMESPACE)
+
+
+def _key_of_this_actor() -> str:
+    return cast(str, ray.get_runtime_context().get_actor_id())
 
 
 def can_tell_draining_nodes() -> bool:

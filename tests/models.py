@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from latent_moe import LatentMoeConfig
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -190,6 +191,15 @@ LAYERS_DIFFER = {"hunyuan_v1_moe": _hunyuan_v1_moe, "test_latent_moe": _latent_m
 # Families that do not tell their attention of its window: only the masks that they build have it.
 WINDOW_IN_MASK = {"qwen2_moe": _qwen2_moe, "phimoe": _phimoe}
 ALL_FAMILIES = {**FAMILIES, **LAYERS_DIFFER, **WINDOW_IN_MASK}
+
+
+def replace_weights(folder: Path) -> str:
+    """Put other values into the first weight file, whose header and size stay; returns its name."""
+    file = min(folder.glob("*.safetensors"))
+    other = file.with_suffix(".new")
+    save_file({name: -tensor for name, tensor in load_file(file).items()}, other, {"format": "pt"})
+    other.replace(file)
+    return file.name
 
 
 def save_random_model(

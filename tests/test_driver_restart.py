@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 import ray
 from expert_pool.cluster import (
     CacheConfig,
+    CheckpointError,
     DriverRestartError,
     ExpertPool,
     Limits,
@@ -26,6 +28,8 @@ from expert_pool.cluster import (
     SamplingParams,
 )
 from expert_pool.cluster.driver_handle import NAMESPACE
+from models import replace_weights
+from ray.experimental import internal_kv
 from ray.util.placement_group import placement_group_table
 from waiting import holds_in_time
 
@@ -94,6 +98,23 @@ def test_a_named_pool_comes_back_and_its_callers_are_told(address, random_models
         pids |= processes_of(pool)
         pool.shutdown()
     assert eventually(lambda: nothing_left(pids))
+
+
+@pytest.mark.long
+def test_a_pool_whose_driver_comes_back_to_other_weights_says_so_and_does_not_serve(address, random_models, tmp_path):
+    folder = Path(shutil.copytree(random_models["qwen3_moe"], tmp_path / "model"))
+    pool = ExpertPool.launch(config_of(str(folder)), name="replaced", detached=True)
+    pids = processes_of(pool)
+    name = replace_weights(folder)
+    os.kill(pool.status().driver_pid, signal.SIGKILL)
+    with pytest.raises(CheckpointError, match=rf"weights were replaced since the pool began: {name} \(\w+, now \w+\)"):
+        list(pool.generate([PROMPT]))
+    status = pool.status()
+    assert (status.state, status.driver_restarts) == ("failed", 1)
+    pids |= processes_of(pool)
+    pool.shutdown()
+    assert eventually(lambda: nothing_left(pids))
+    assert internal_kv._internal_kv_list("", namespace="expert_pool") == []
 
 
 @pytest.mark.long

@@ -32,6 +32,7 @@ from expert_pool.cluster.lifecycle import Lifecycle
 from expert_pool.cluster.moving import Mover
 from expert_pool.cluster.validation import validate
 from expert_pool.workers.rank_config import RankConfig
+from models import replace_weights
 from rank_logs import said_by
 from ray.util.placement_group import placement_group_table
 from waiting import holds_in_time
@@ -206,6 +207,30 @@ def test_a_rank_that_cannot_load_is_named_and_leaves_nothing_behind(random_model
 
     with pytest.raises(CheckpointError, match=r"weight files missing: .* \(raised on ranks \["):
         ExpertPool.launch(PoolConfig(model=str(folder), ranks=2), report=remove_a_shard)
+    assert placement_groups() == set()
+
+
+def test_a_pool_whose_weights_were_replaced_does_not_go_on_with_others(random_models, tmp_path):
+    """A rank dies, and those that take its place find a file of the same size and header with other values."""
+    folder = Path(shutil.copytree(random_models["qwen3_moe"], tmp_path / "model"))
+    lines: list[str] = []
+    config = PoolConfig(model=str(folder), ranks=2, recovery=RecoveryConfig(backoff_s=0))
+    sampling = [SamplingParams(max_new_tokens=2)] + [SamplingParams(max_new_tokens=450, ignore_eos=True)] * 6
+    with ExpertPool.launch(config, report=lines.append) as pool:
+        stream = pool.generate([[5, 17]] * 7, sampling)
+        assert next(stream).index == 0, "the others are under way"
+        name = replace_weights(folder)
+        os.kill(pool.status().places[1].pid, signal.SIGKILL)
+        said = (
+            rf"weights were replaced since the pool began: {name} \(\w+, now \w+\); .*: put the files back, or launch"
+        )
+        with pytest.raises(CheckpointError, match=said):
+            list(stream)
+        assert sum(line.startswith("ready") for line in lines) == 1
+        status = pool.status()
+        assert (status.state, status.restarts) == ("failed", 1)
+        with pytest.raises(CheckpointError, match=said):
+            list(pool.generate([[5]]))
     assert placement_groups() == set()
 
 

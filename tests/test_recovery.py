@@ -1,11 +1,14 @@
 """Ranks die, raise and stall, and pools change their size: every request is answered, once, with the same tokens."""
 
+import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from expert_pool.cluster import (
+    CheckpointError,
     ConfigError,
     ExpertPool,
     GeometryError,
@@ -21,6 +24,7 @@ from expert_pool.cluster.driver_state import DriverState
 from expert_pool.cluster.recovery import Restarts
 from expert_pool.dispatch.tuning import Tuning
 from kill_scene import Left, Scene, config_of, on_rank, rank_processes, ray_session
+from models import replace_weights
 from rank_faults import ends_at_step, inject, other_expert_backend
 from waiting import holds_in_time
 
@@ -134,6 +138,26 @@ def test_a_size_whose_ranks_end_while_they_start_is_given_up_for_the_one_that_wo
         assert (status.state, len(status.places), status.restarts) == ("ready", 1, 0)
         assert len(list(pool.generate([[5]], SamplingParams(max_new_tokens=2)))) == 1
         assert len(left.groups()) == 1
+
+
+@pytest.mark.long
+def test_a_pool_of_another_size_does_not_go_on_with_other_weights(left, random_models, tmp_path):
+    """Experts are divided otherwise by then; nor does it go back, where ranks would read the same files."""
+    folder = Path(shutil.copytree(random_models["qwen3_moe"], tmp_path / "model"))
+    prompts, sampling = [[5, 17, index] for index in range(6)], SamplingParams(max_new_tokens=300, ignore_eos=True)
+    with ExpertPool.launch(config_of(str(folder), 2)) as pool, ThreadPoolExecutor(1) as threads:
+        pool.resize(4)
+        completions = pool.generate(prompts, sampling)
+        name = replace_weights(folder)
+        resizing = threads.submit(pool.resize, 2)
+        said = rf"weights were replaced since the pool began: {name} "
+        with pytest.raises(CheckpointError, match=said):
+            list(completions)
+        with pytest.raises(CheckpointError, match=said):
+            resizing.result()
+        status = pool.status()
+        assert (status.state, status.restarts) == ("failed", 0)
+        assert left.groups() == set()
 
 
 @pytest.mark.long

@@ -28,6 +28,8 @@ from ..dispatch.moe import ExpertParallelExperts, MoeExchange
 from .attention import ATTENTION_NAME, register_attention
 from .inspection import build_meta_model, expert_parallel_plan, read_config
 from .model_spec import ModelSpec, MoeShape
+from .rank_config import ReadFile
+from .weights_digest import DigestedSlice, WeightsDigest
 
 EP_IMPLEMENTATION_NAME = "expert_pool"
 EXPERTS_IMPLEMENTATION = "grouped_mm"
@@ -78,10 +80,14 @@ def _named_in_config(folder: Path) -> str | None:
     return name
 
 
-def open_slices(path: str) -> dict[str, Any]:
+def open_slices(path: str, digest: WeightsDigest | None = None) -> dict[str, Any]:
     """Every tensor of the checkpoint as a lazy slice, by its name in the file; only headers are read.
 
     `pread` instead of the default memory map: a mapped file counts towards the rank's memory as it is read.
+
+    Args:
+        path: of the model folder.
+        digest: takes in whatever is read of them.
 
     Raises:
         CheckpointError: a file is missing, truncated or not in safetensors format.
@@ -90,11 +96,14 @@ def open_slices(path: str) -> dict[str, Any]:
     for file in weight_files(path):
         try:
             handle = safe_open(file, framework="pt", device="cpu", backend="pread")
-            slices.update({name: handle.get_slice(name) for name in handle.keys()})  # noqa: SIM118 (not a mapping)
+            opened = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (not a mapping)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"model={path!r}: {file.name} is truncated or not in safetensors format: {error}"
             ) from error
+        if digest is not None:
+            opened = {name: DigestedSlice(piece, file.name, name, digest) for name, piece in opened.items()}
+        slices.update(opened)
     return slices
 
 
@@ -206,7 +215,7 @@ def _listed(names: list[str]) -> str:
 
 def load_sharded_model(
     spec: ModelSpec, exchange: MoeExchange, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh
-) -> PreTrainedModel:
+) -> tuple[PreTrainedModel, tuple[ReadFile, ...]]:
     """Load this rank's share of the model, ready for inference with our attention and dispatch.
 
     Args:
@@ -215,14 +224,18 @@ def load_sharded_model(
         ep_mesh: all ranks.
         tp_mesh: a mesh of one rank: batches are shared by our own scatter, not by Transformers' tensor parallelism.
 
+    Returns:
+        The model, and what was read of each file.
+
     Raises:
         CheckpointError: weights are missing or of the wrong shape.
     """
+    digest = WeightsDigest()
     sharded_class = sharded_class_of(spec, exchange, ep_mesh, tp_mesh)
     model, loading_info = sharded_class.from_pretrained(
         None,
         config=read_config(spec.path),
-        state_dict=open_slices(spec.path),
+        state_dict=open_slices(spec.path, digest),
         dtype=getattr(torch, spec.dtype),
         attn_implementation=ATTENTION_NAME,
         experts_implementation=EXPERTS_IMPLEMENTATION,
@@ -231,7 +244,7 @@ def load_sharded_model(
     )
     refuse_incomplete(spec.path, loading_info)
     keep_local_shards(model)
-    return model.eval().requires_grad_(False)
+    return model.eval().requires_grad_(False), digest.summed()
 
 
 def sharded_class_of(

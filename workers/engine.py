@@ -43,7 +43,7 @@ from .model import TargetModel
 from .path_choice import PathChoice
 from .paths import loading_path, path_check, path_maker
 from .random_weights import make_random_model
-from .rank_config import LoadReport, RankConfig
+from .rank_config import LoadReport, RankConfig, ReadFile
 from .rendezvous import wait_for_all
 from .request import ExpertCounts
 from .same_start import facts_of, require_same_start
@@ -134,7 +134,7 @@ class RankEngine:
         maker = path_maker(self.config, self.rank, self._collectives, dist.group.WORLD, self._device)
         exchange = MoeExchange(layout, self.rank, loading_path(self.config, maker), self._collectives)
         peak_before, started = _peak_memory(), time.perf_counter()
-        model = self._weights(exchange)
+        model, files = self._weights(exchange)
         load_seconds, peak_after = time.perf_counter() - started, _peak_memory()
         assert self._store is not None, "join comes before load"
         wait_for_all(self._store, "read their weights", self.rank, layout.world_size, self.config.start_timeout_s)
@@ -162,21 +162,24 @@ class RankEngine:
             peak_memory_before=peak_before,
             peak_memory=peak_after,
             experts=settled.lines,
+            files=files,
         )
 
-    def _weights(self, exchange: MoeExchange) -> PreTrainedModel:
-        """This rank's share of the model on its device, bound to the exchange."""
+    def _weights(self, exchange: MoeExchange) -> tuple[PreTrainedModel, tuple[ReadFile, ...]]:
+        """This rank's share of the model on its device, bound to the exchange, and what was read of each file."""
         config, spec = self.config, self.config.spec
         mesh = init_device_mesh("cpu", (config.layout.world_size, 1), mesh_dim_names=("ep", "tp"))
+        files: tuple[ReadFile, ...] = ()
         if config.weights == "random":
             model = make_random_model(spec, exchange, mesh["ep"], mesh["tp"], self.rank, self._device)
         else:
-            model = load_sharded_model(spec, exchange, mesh["ep"], mesh["tp"]).to(self._device)
+            on_host, files = load_sharded_model(spec, exchange, mesh["ep"], mesh["tp"])
+            model = on_host.to(self._device)
         if self._device.type == "cuda":
             dtype = getattr(torch, spec.dtype)
             fuse_norms(model, dtype)
             fuse_layers(model, dtype)
-        return model
+        return model, files
 
     def _settle_blocks(
         self, model: PreTrainedModel, exchange: MoeExchange, agreement: Agreement, facts: Callable[[], FrozenFacts]

@@ -11,6 +11,8 @@ from .config import WeightsName, WorkerConfig
 from .model_spec import ModelSpec
 from .request import SamplingParams
 
+SUMS_MODULO = 1 << 128
+
 
 class RankConfig(msgspec.Struct, frozen=True):
     """Everything a rank is built from; equal on every rank, and compared by its digest in every agreement.
@@ -71,6 +73,21 @@ class KernelStatus(msgspec.Struct, frozen=True):
     cached_in: str
 
 
+class ReadFile(msgspec.Struct, frozen=True):
+    """What one rank has read of a weight file; see `workers.weights_digest`.
+
+    Attributes:
+        name: of the file.
+        dense: sum of hashes, modulo `SUMS_MODULO`, in hexadecimal, over tensors that every rank reads in full; equal on
+            every rank.
+        experts: likewise, over this rank's own experts.
+    """
+
+    name: str
+    dense: str
+    experts: str
+
+
 class LoadReport(msgspec.Struct, frozen=True):
     """What a rank holds after loading. Bytes; seconds.
 
@@ -85,6 +102,7 @@ class LoadReport(msgspec.Struct, frozen=True):
         peak_memory_before: peak resident memory of the process before the weights were read.
         peak_memory: peak resident memory of the process after.
         experts: lines about the paths to the experts that were chosen and dropped; the same on every rank.
+        files: what the rank has read of each weight file; empty with `weights: random`.
     """
 
     rank: int
@@ -97,3 +115,4 @@ class LoadReport(msgspec.Struct, frozen=True):
     peak_memory_before: int
     peak_memory: int
     experts: tuple[str, ...] = ()
+    files: tuple[ReadFile, ...] = ()

@@ -216,6 +216,7 @@ class _Run:
                 if self.trace is not None:
                     self._write_trace(pool, self.trace)
                 self._report_graphs(pool)
+            writer.verify()
         return EXIT_FAILED if progress.failed else 0
 
     def _refuse_others_output(self, finished: dict[str, int], token_ids: list[tuple[int, ...]]) -> None:

@@ -50,6 +50,7 @@ class PartsWriter:
         self._uploading = threading.Lock()
         self._due, self._closed = threading.Event(), threading.Event()
         self._folder, self._path = self._open()
+        self._sizes: dict[str, int] = {}  # of every part, as this writer read or wrote it
         self.finished = self._read_finished()
         self._probe()
         self._thread = threading.Thread(target=self._keep_flushing, name="output parts", daemon=True)
@@ -88,6 +89,34 @@ class PartsWriter:
         except Exception as error:  # each kind of store has its own
             raise self._error(error) from error
 
+    def verify(self) -> None:
+        """List the parts again: those that were read and written are there, with their sizes.
+
+        They are read anew, at what that costs, only where the list is another: a run that gathers parts into one loses
+        nothing.
+
+        Raises:
+            ExpertPoolError: finished requests are no longer in the folder, or it cannot be listed.
+        """
+        self.flush()
+        try:
+            self._folder.invalidate_cache()
+            there = self._parts_there()
+            if self._sizes.items() <= there.items():
+                return
+            held = self._read_finished()
+        except ConfigError as error:
+            raise ExpertPoolError(f"{error}: somebody changed the folder while this run wrote there") from error
+        except Exception as error:
+            raise ExpertPoolError(
+                f"--output {self._url}: cannot be read back: {_told(error)}; run again to see what it holds"
+            ) from error
+        if num_gone := len(self.finished.keys() - held.keys()):
+            raise ExpertPoolError(
+                f"--output {self._url}: somebody removed or replaced parts while this run wrote there: {num_gone} of "
+                f"{len(self.finished)} finished requests are no longer there; run again to complete it"
+            )
+
     def close(self) -> None:
         """Write what is pending, and stop."""
         self._closed.set()
@@ -120,22 +149,24 @@ class PartsWriter:
             self._folder.invalidate_cache()
             if self._folder.isfile(self._path):
                 raise ConfigError(f"--output {self._url}: is one object, and the parts of an output need a folder")
-            for part in self._parts_there():
-                with self._folder.open(part, "rb") as file:
-                    finished |= finished_in(file, f"{self._url}, {part.rpartition('/')[2]}")[0]
+            self._sizes = self._parts_there()
+            for part in self._sizes:
+                with self._folder.open(f"{self._path}/{part}", "rb") as file:
+                    finished |= finished_in(file, f"{self._url}, {part}")[0]
         except (ConfigError, KeyboardInterrupt):
             raise
         except Exception as error:
             raise ConfigError(f"--output {self._url}: cannot be read: {_told(error)}") from error
         return finished
 
-    def _parts_there(self) -> list[str]:
-        """Listed, and not matched to a pattern, as which a folder's own name might be read."""
+    def _parts_there(self) -> dict[str, int]:
+        """Sizes of the parts, in their order. Listed, and not matched to a pattern, as which a folder might be read."""
         try:
-            there = self._folder.ls(self._path, detail=False)
+            there = self._folder.ls(self._path, detail=True)
         except FileNotFoundError:
-            return []
-        return sorted(part for part in there if part.endswith(".jsonl"))
+            return {}
+        sizes = {part["name"].rpartition("/")[2]: part.get("size", -1) for part in there}
+        return {name: sizes[name] for name in sorted(sizes) if name.endswith(".jsonl")}
 
     def _probe(self) -> None:
         """Find out before anything starts whether parts can be written."""
@@ -171,7 +202,9 @@ class PartsWriter:
                 return
             # In order of time; kept until it is written: what a store took but did not confirm is then written over.
             self._part = self._part or f"part-{time.time_ns() // 1_000_000:014d}-{self._run}-{self._parts:06d}.jsonl"
-            self._folder.pipe_file(f"{self._path}/{self._part}", b"".join(lines))
+            content = b"".join(lines)
+            self._folder.pipe_file(f"{self._path}/{self._part}", content)
+            self._sizes[self._part] = len(content)
             self._part = None
             self._parts += 1
             self._written += len(lines)

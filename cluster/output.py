@@ -1,6 +1,7 @@
 """The output: one JSON line a request, written as it finishes; a job started again continues it."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -15,6 +16,7 @@ from .object_output import PartsWriter
 from .output_line import OutputLine, finished_in
 
 _LOCAL = re.compile(r"(?:file|local)://")
+_NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # of file systems that know no such call
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:://|::)")
 
 
@@ -34,6 +36,8 @@ class CompletionWriter:
 
     A last line cut short (the machine died while it was written) is dropped, and its request runs again. While it is
     open no other writer may have the file: two runs that continue it side by side would both complete what is left.
+    Locks do not bind everyone, so each write and the end compare the file with what this writer left there. Lines are
+    not kept in memory: a run that is started again completes what somebody took away.
 
     Attributes:
         finished: tokens of the prompts that the file holds, by id.
@@ -56,7 +60,8 @@ class CompletionWriter:
             raise ConfigError(f"--output {path}: cannot be written: {error.strerror}: {error.filename}") from error
         try:
             self._refuse_second_writer()
-            self.finished = self._read_finished()
+            self.finished, self._size = self._read_finished()
+            self._file.truncate(self._size)
         except BaseException:
             self._file.close()
             raise
@@ -70,28 +75,31 @@ class CompletionWriter:
         """Append one line; it is with the operating system when this returns.
 
         Raises:
-            ExpertPoolError: the line did not fit; what was written before stays. Or the file was removed or replaced.
+            ExpertPoolError: the line did not fit; what was written before stays. Or somebody changed the file.
         """
+        self.flush()  # before the line is there: at the end of a line cut by somebody it would be lost with that
         unwritten = memoryview(msgspec.json.encode(line) + b"\n")
         try:
             while unwritten:
-                unwritten = unwritten[self._file.write(unwritten) :]
+                num_written = self._file.write(unwritten)
+                self._size += num_written
+                unwritten = unwritten[num_written:]
         except OSError as error:
             raise ExpertPoolError(
                 f"--output {self._path}: cannot be written any further: {error.strerror}; it holds "
                 f"{len(self.finished)} finished requests; make room and run again to complete it"
             ) from error
         self.finished[line.id] = line.num_prompt_tokens
-        self.flush()
 
     def flush(self) -> None:
-        """Make sure that what was written can be found; every line was handed to the operating system already.
+        """Make sure that the file is there as it was left; every line was handed to the operating system already.
 
         Raises:
-            ExpertPoolError: the file was removed or replaced meanwhile.
+            ExpertPoolError: the file was removed, replaced, cut or written to by somebody else meanwhile.
         """
         try:
-            is_there = os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+            there, own = os.stat(self._path), os.fstat(self._file.fileno())
+            is_there = os.path.samestat(there, own)
         except OSError:
             is_there = False
         if not is_there:
@@ -99,6 +107,29 @@ class CompletionWriter:
                 f"--output {self._path}: was removed or replaced while this run wrote it, and with it "
                 f"{len(self.finished)} finished requests; run again to complete them"
             )
+        if own.st_size != self._size:
+            raise self._changed(f"it has {own.st_size} bytes, and this run left {self._size}")
+
+    def verify(self) -> None:
+        """Read the file again: it holds every request that this writer knows as finished.
+
+        Raises:
+            ExpertPoolError: it does not, or what was written did not reach the disk.
+        """
+        self.flush()
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            if error.errno not in _NO_FSYNC:
+                raise ExpertPoolError(
+                    f"--output {self._path}: not all of it reached the disk: {error.strerror}; run again to complete it"
+                ) from error
+        try:
+            held, whole = self._read_finished()
+        except ConfigError as error:
+            raise self._changed("its contents are not those that this run left") from error
+        if whole != self._size or not self.finished.keys() <= held.keys():
+            raise self._changed("its contents are not those that this run left")
 
     def close(self) -> None:
         """An empty file that was not there before does not stay."""
@@ -126,16 +157,27 @@ class CompletionWriter:
         except OSError:
             return  # some network file systems know no locks
 
-    def _read_finished(self) -> dict[str, int]:
+    def _read_finished(self) -> tuple[dict[str, int], int]:
+        """What the file holds, and the bytes of its whole lines."""
         try:
             with open(self._path, "rb") as file:
-                finished, whole = finished_in(file, self._path)
+                return finished_in(file, self._path)
         except OSError as error:
             raise ConfigError(
                 f"--output {self._path}: cannot be read to be continued: {error.strerror}; give another file"
             ) from error
-        self._file.truncate(whole)
-        return finished
+
+    def _changed(self, how: str) -> ExpertPoolError:
+        """Somebody else wrote the file or cut it; says how much of what was finished is gone."""
+        try:
+            held, _ = self._read_finished()
+        except ConfigError as error:
+            return ExpertPoolError(f"somebody changed the output while this run wrote it ({how}): {error}")
+        num_gone = len(self.finished.keys() - held.keys())
+        return ExpertPoolError(
+            f"--output {self._path}: somebody changed it while this run wrote it ({how}): {num_gone} of "
+            f"{len(self.finished)} finished requests are no longer there; run again to complete it"
+        )
 
 
 OutputWriter = CompletionWriter | PartsWriter

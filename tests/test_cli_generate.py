@@ -113,17 +113,30 @@ def test_an_interrupted_run_keeps_what_is_finished_and_the_next_one_completes_it
     assert lines_of(output) == done
 
 
-def test_an_output_that_goes_away_ends_the_run_with_the_count_of_what_it_held_and_nothing_of_rays(long_job):
+def moved(output: Path) -> tuple[Path, str]:
+    return output.rename(output.with_name("moved.jsonl")), "was removed or replaced while this run wrote it"
+
+
+def cut(output: Path) -> tuple[Path, str]:
+    """As a log is rotated."""
+    copy = Path(shutil.copy(output, output.with_name("copy.jsonl")))
+    os.truncate(output, 0)
+    return copy, "somebody changed it while this run wrote it"
+
+
+@pytest.mark.parametrize("taken_away", [pytest.param(moved, marks=pytest.mark.long), cut])
+def test_an_output_that_goes_away_ends_the_run_with_the_count_of_what_it_held_and_nothing_of_rays(taken_away, long_job):
     output, arguments = long_job
     run = Run(*arguments, "--max-running-requests", "1")
     run.await_lines(output, 0)
-    moved = output.rename(output.with_name("moved.jsonl"))
+    elsewhere, problem = taken_away(output)
 
     said, _ = run.process.communicate(timeout=EXIT_S)
     assert run.process.returncode == 1, said
-    assert f"failed: --output {output}: was removed or replaced while this run wrote it" in said
+    assert f"failed: --output {output}: {problem}" in said
     [counted] = re.findall(r"^(\d+) of 12 requests, \d+ tokens in ", said, re.MULTILINE)
-    assert int(counted) == len(lines_of(moved)) - 1, "the line that found its file gone is not counted"
+    assert int(counted) == len(lines_of(elsewhere)), "the line that found its file gone is neither written nor counted"
+    assert lines_of(output) == []
     # The stream of completions is closed before the pool is shut down: nobody reads what it says of that.
     assert "Unhandled error" not in said
 

@@ -1,6 +1,8 @@
 """The output, a file or parts in a store: continued where it stopped, never repeated, never mixed up."""
 
+import os
 import resource
+import shutil
 import signal
 import time
 
@@ -73,6 +75,82 @@ def test_a_file_that_is_taken_away_ends_the_run_that_writes_it(replaced, tmp_pat
             writer.write(line("b"))
 
 
+def cut_to_nothing(path) -> None:
+    os.truncate(path, 0)
+
+
+def cut_within_a_line(path) -> None:
+    os.truncate(path, path.stat().st_size - 5)
+
+
+def filled_with_zeros(path) -> None:
+    os.truncate(path, path.stat().st_size + 5)
+
+
+def written_by_another(path) -> None:
+    with open(path, "ab") as file:
+        file.write(msgspec.json.encode(line("another's")) + b"\n")
+
+
+def removed(path) -> None:
+    path.unlink()
+
+
+def rotated_by_copying(path) -> None:
+    shutil.copy(path, path.with_suffix(".1"))
+    os.truncate(path, 0)
+
+
+CHANGES = [cut_to_nothing, cut_within_a_line, filled_with_zeros, written_by_another, removed, rotated_by_copying]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_somebody_changes_ends_the_run_before_another_line_is_lost(change, tmp_path):
+    path = tmp_path / "out.jsonl"
+    with CompletionWriter(str(path)) as writer:
+        for key in "abc":
+            writer.write(line(key))
+        change(path)
+        after = path.read_bytes() if path.exists() else b""
+        for ending in (writer.flush, writer.verify, lambda: writer.write(line("d"))):
+            with pytest.raises(ExpertPoolError, match=r"while this run wrote it") as raised:
+                ending()
+            assert not isinstance(raised.value, ConfigError), "the output was fine when it was opened"
+    assert (path.read_bytes() if path.exists() else b"") == after, "no line is written at the end of a cut one"
+
+
+def test_what_somebody_cut_from_a_file_is_counted_and_completed_by_the_next_run(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with CompletionWriter(str(path)) as writer:
+        for key in "abcd":
+            writer.write(line(key))
+        cut_within_a_line(path)
+        with pytest.raises(ExpertPoolError, match="1 of 4 finished requests are no longer there; run again to compl"):
+            writer.verify()
+    with CompletionWriter(str(path)) as writer:
+        assert writer.finished_ids == {"a", "b", "c"}
+        writer.write(line("d"))
+        writer.verify()
+    assert ids(path) == ["a", "b", "c", "d"]
+
+
+def test_lines_changed_in_place_are_found_when_the_run_ends(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with CompletionWriter(str(path)) as writer:
+        writer.write(line("a"))
+        writer.write(line("b"))
+        writer.verify()
+        path.write_bytes(path.read_bytes().replace(b'"id":"b"', b'"id":"a"'))
+        with pytest.raises(
+            ExpertPoolError, match=r"not those that this run left.*: 1 of 2 finished requests are no lo"
+        ):
+            writer.verify()
+        path.write_bytes(b"#" + path.read_bytes()[1:])
+        with pytest.raises(ExpertPoolError, match="line 1: not a completion of this tool") as raised:
+            writer.verify()
+        assert not isinstance(raised.value, ConfigError)
+
+
 def test_a_run_that_wrote_nothing_leaves_no_empty_file_but_keeps_one_that_was_there(tmp_path):
     path = tmp_path / "out.jsonl"
     CompletionWriter(str(path)).close()
@@ -134,6 +212,7 @@ def test_a_disk_that_fills_up_keeps_what_was_written(tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, hard))
             with pytest.raises(ExpertPoolError, match=r"any further: .*; it holds 1 finished request"):
                 writer.write(line("b"))
+            writer.flush()  # the half of a line is the writer's own
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, previous)
@@ -233,6 +312,47 @@ def test_finished_requests_reach_the_store_by_themselves_after_a_while_or_once_t
         writer.write(line("b"))
         writer.write(line("long", num_tokens=1000))
         assert eventually([["a"], ["b", "long"]])
+
+
+def test_parts_that_somebody_removes_or_cuts_end_the_run_with_their_count(store):
+    filesystem, url = store
+    with PartsWriter(url) as writer:
+        writer.write(line("before"))
+    with PartsWriter(url) as writer:
+        for keys in ("ab", "c"):
+            for key in keys:
+                writer.write(line(key))
+            writer.flush()
+        writer.verify()
+        before, first, _ = sorted(filesystem.glob(f"{url}/*.jsonl"))
+        content = filesystem.cat(first)
+        filesystem.pipe_file(first, content[: content.index(b"\n") + 1])
+        with pytest.raises(ExpertPoolError, match="1 of 4 finished requests are no longer there; run again"):
+            writer.verify()
+        filesystem.rm(before)
+        with pytest.raises(ExpertPoolError, match="2 of 4 finished requests are no longer there; run again"):
+            writer.verify()
+        filesystem.pipe_file(first, b"notes\n")
+        with pytest.raises(ExpertPoolError, match="line 1: not a completion of this tool") as raised:
+            writer.verify()
+        assert not isinstance(raised.value, ConfigError)
+        filesystem.rm(url, recursive=True)
+        with pytest.raises(ExpertPoolError, match="4 of 4 finished requests are no longer there; run again"):
+            writer.verify()
+    with PartsWriter(url) as writer:
+        assert writer.finished_ids == set()
+
+
+def test_parts_that_are_gathered_into_one_while_a_run_writes_lose_nothing(store):
+    filesystem, url = store
+    with PartsWriter(url) as writer:
+        for key in "ab":
+            writer.write(line(key))
+            writer.flush()
+        names = sorted(filesystem.glob(f"{url}/*.jsonl"))
+        filesystem.pipe_file(f"{url}/all.jsonl", b"".join(map(filesystem.cat, names)))
+        filesystem.rm(names)
+        writer.verify()
 
 
 class Unwritable(type(fsspec.filesystem("memory"))):

@@ -1,8 +1,6 @@
 """Being in a Ray session: one that is there, one that is found, or a local one that holds a pool."""
 
 import ipaddress
-import logging
-import math
 import os
 import signal
 import socket
@@ -10,17 +8,19 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 
 from ..dispatch.errors import ConfigError
 from .config import PoolConfig
+from .local_cluster import QUIET, start_local_cluster
+from .ray_internals import address_file, clusters_found, show_token_that_is_there, why_not_joined
 
 _CONNECT_S = 10.0
 _HTTP2_SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # a frame without any; the fourth byte is its kind
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _HTTP2_SETTINGS
-_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+_GIVEN_NODE_S, _FOUND_NODE_S = 20.0, 5.0
+_PASSED_OVER = "a Ray cluster is passed over: "
 
 
 @dataclass
@@ -51,22 +51,29 @@ def connect_ray(config: PoolConfig, report: Callable[[str], None], must_exist: b
 
     Raises:
         ConfigError: no cluster answers at the address, this process is in another one, or there is none where one must
-            exist, or this machine has too few GPUs for a local one.
+            exist, or this machine has too few GPUs for a local one, or no place for its files.
+        ExpertPoolError: a local one does not start.
     """
+    passed_over: list[str] = []
     with _joining, _own_sigterm_handler():
         if ray.is_initialized():
             _refuse_other_session(config.address)
             if not _local.is_here:
                 return False
-        elif _joined(config.address, report):
-            return False
+        else:
+            joined, passed_over = _joined(config.address, report)
+            if joined:
+                return False
         if must_exist:
             raise ConfigError(
                 "a detached pool outlives its launcher, and so needs a Ray cluster that is there already "
                 f"(address={config.address!r}): start one with `ray start --head`, or give its address"
+                + _of(passed_over)
             )
         if not _local.is_here:
-            _start_local(config, report)
+            for line in passed_over:
+                report(_PASSED_OVER + line)
+            start_local_cluster(config, report)
             _local.node_id, _local.pools = ray.get_runtime_context().get_node_id(), 0
         _local.pools += 1
         return True
@@ -91,9 +98,12 @@ def join_ray(address: str | None, report: Callable[[str], None]) -> None:
         if ray.is_initialized():
             _refuse_other_session(address)
             return
-        if not _joined(address, report):
+        joined, passed_over = _joined(address, report)
+        if not joined:
+            problem = "is found from here" if not passed_over else "that is found from here can be joined"
             raise ConfigError(
-                "no Ray cluster is found from here: give the HOST:PORT of its GCS (--address), or set RAY_ADDRESS to it"
+                f"no Ray cluster {problem}: give the HOST:PORT of its GCS (--address), or set RAY_ADDRESS to it"
+                + _of(passed_over)
             )
 
 
@@ -108,33 +118,62 @@ def _own_sigterm_handler() -> Iterator[None]:
             signal.signal(signal.SIGTERM, handler)
 
 
-def _joined(address: str | None, report: Callable[[str], None]) -> bool:
-    """Join the cluster at this address, or at `RAY_ADDRESS`, or one that is found; returns whether there is any.
+def _joined(address: str | None, report: Callable[[str], None]) -> tuple[bool, list[str]]:
+    """Join the cluster at this address, or at `RAY_ADDRESS`, or one that is found.
+
+    Returns:
+        Whether there is any, and of those that were only found and cannot be joined why not.
 
     Raises:
-        ConfigError: an address is given and no cluster answers there, or one runs another version of Ray or Python.
+        ConfigError: an address is given, and the cluster there cannot be joined, or none answers.
     """
-    given = address or os.environ.get("RAY_ADDRESS") or "auto"
-    setting = f"address={given!r}" if address else f"RAY_ADDRESS={given!r} in the environment"
+    if address and address != "auto":
+        given, setting = address, f"address={address!r}"
+    else:
+        given = os.environ.get("RAY_ADDRESS") or "auto"
+        setting = f"RAY_ADDRESS={given!r} in the environment"
     if given == "local":
-        return False
-    _refuse_other_servers(given, setting)
-    _refuse_silent_address(given, setting)
+        return False, []
+    if given != "auto":
+        _join(given, setting, _GIVEN_NODE_S)
+        report(f"connected to the Ray cluster at {ray.get_runtime_context().gcs_address}")
+        return True, []
+    passed_over = []
     try:
-        ray.init(address=given, **_QUIET)
-    except (ConnectionError, ValueError) as error:
-        if given != "auto":
-            raise ConfigError(
-                f"{setting}: no Ray cluster answers there: {error}. A cluster that asks for Ray's token "
-                "answers those that have it and set RAY_AUTH_MODE=token"
-            ) from error
-        return False
-    except RuntimeError as error:
+        candidates = clusters_found()
+    except OSError as error:
+        candidates, passed_over = [], [f"{address_file()}, which names one, cannot be read: {error.strerror}"]
+    for candidate in candidates:
+        try:
+            show_token_that_is_there()
+            _join(candidate, f"found address={candidate!r}", _FOUND_NODE_S)
+        except ConfigError as error:
+            passed_over.append(str(error))
+            continue
+        for line in passed_over:
+            report(_PASSED_OVER + line)
+        report(f"connected to the Ray cluster at {ray.get_runtime_context().gcs_address}")
+        return True, []
+    return False, passed_over
+
+
+def _join(address: str, setting: str, node_wait_s: float) -> None:
+    """Join the cluster at this address.
+
+    Raises:
+        ConfigError: none answers there, or it cannot be joined: it is of another version or user, say.
+    """
+    _refuse_other_servers(address, setting)
+    _refuse_silent_address(address, setting)
+    if reason := why_not_joined(address, node_wait_s):
+        raise ConfigError(f"{setting}: the Ray cluster there cannot be joined: {reason}")
+    try:
+        ray.init(address=address, **QUIET)
+    except Exception as error:  # what came between, or what only `ray.init` looks at
+        ray.shutdown()
         raise ConfigError(
-            f"{setting}: the Ray cluster there cannot be joined: {' '.join(str(error).split())}"
+            f"{setting}: the Ray cluster there cannot be joined: {' '.join(str(error).split()) or type(error).__name__}"
         ) from error
-    report(f"connected to the Ray cluster at {ray.get_runtime_context().gcs_address}")
-    return True
 
 
 def _refuse_other_session(address: str | None) -> None:
@@ -162,28 +201,6 @@ def _reach_the_same(host: str, own_host: str) -> bool:
     return reached == own
 
 
-def _start_local(config: PoolConfig, report: Callable[[str], None]) -> None:
-    needed = {name: math.ceil(amount * config.ranks) for name, amount in config.bundle.items()}
-    on_gpus = config.worker.device == "cuda"
-    report("starting a local Ray cluster")
-    ray.init(
-        address="local",
-        num_cpus=max(1, needed.get("CPU", 0)),
-        # Ranks on CPUs may ask for GPU ids, which are then only numbers; ranks on GPUs need those that Ray finds.
-        num_gpus=None if on_gpus else needed.get("GPU", 0),
-        include_dashboard=False,
-        **_QUIET,
-    )
-    found = ray.cluster_resources().get("GPU", 0)
-    if on_gpus and found < needed["GPU"]:
-        ray.shutdown()
-        raise ConfigError(
-            f"worker.device='cuda' with ranks={config.ranks} needs {needed['GPU']} GPUs, this machine has {found:g}: "
-            "lower ranks, set worker.device to 'cpu', or give the address of a cluster that has them"
-        )
-    report(f"started a local Ray cluster for {config.ranks} ranks")
-
-
 def _refuse_other_servers(address: str, setting: str) -> None:
     """Ray has servers of other kinds, and the program that places ranks has to be a part of the cluster."""
     if "://" not in address:
@@ -197,6 +214,10 @@ def _refuse_other_servers(address: str, setting: str) -> None:
     raise ConfigError(f"{setting} is {kind}; an address here is the HOST:PORT of the cluster's GCS, such as HOST:6379")
 
 
+def _of(passed_over: list[str]) -> str:
+    return "".join(f"; {line}" for line in passed_over)
+
+
 def _refuse_silent_address(address: str, setting: str) -> None:
     """Ray waits for minutes, and says nothing, for a cluster that is not there; a connection tells at once.
 
@@ -204,7 +225,7 @@ def _refuse_silent_address(address: str, setting: str) -> None:
     """
     host, _, port = address.rpartition(":")
     if not port.isdigit():
-        return
+        raise ConfigError(f"{setting}: no Ray cluster answers there: it is no HOST:PORT")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S) as connection:
             if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):

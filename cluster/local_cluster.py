@@ -16,7 +16,7 @@ from .config import PoolConfig
 from .ray_internals import temp_folder
 
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-_LEAST_FREE_BYTES = 16 * 1024**2  # a session without a pool writes a few; with less Ray waits for half a minute
+_LEAST_FREE_BYTES = 16 * 1024**2  # for logs and sockets; without room Ray waits, and does not say why
 _END_S = 10.0
 
 
@@ -91,7 +91,7 @@ def _rays_children() -> set[psutil.Process]:
         try:
             if any(argument.startswith(package) for argument in child.cmdline()):
                 found |= {child, *child.children(recursive=True)}
-        except psutil.NoSuchProcess:
+        except psutil.Error:
             continue
     return found
 
@@ -100,6 +100,6 @@ def _end(processes: set[psutil.Process]) -> None:
     for process in processes:
         try:
             process.kill()
-        except psutil.NoSuchProcess:
+        except psutil.Error:
             continue
     psutil.wait_procs(list(processes), timeout=_END_S)

@@ -18,7 +18,7 @@ from ray._common.utils import get_default_ray_temp_dir, get_ray_address_file
 from ray._private import services
 from ray._private.authentication import authentication_token_setup
 from ray._private.utils import check_version_info
-from ray._raylet import GcsClient
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # the stub of the extension leaves it out
 from ray.core.generated.gcs_pb2 import WorkerTableData
 from ray.exceptions import AuthenticationError
 from ray.experimental import internal_kv

@@ -12,7 +12,7 @@ SOAK_SECONDS ?= 600
 KERNELS := $(VENV)/kernels
 PRINT_KERNELS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["kernels"])
 
-.PHONY: install run test test-kernels test-matrix test-faults test-kill-matrix test-long test-scale test-autoscaler lint format types bench clean soak
+.PHONY: install run test test-kernels test-matrix test-bad-input test-faults test-kill-matrix test-long test-scale test-autoscaler lint format types bench clean soak
 
 install: $(VENV)/.installed
 
@@ -36,6 +36,9 @@ test-kernels: $(KERNELS)/.installed  ## Triton kernels in its interpreter, again
 $(KERNELS)/.installed: $(VENV)/.installed
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(KERNELS) $$($(BIN)/python -c '$(PRINT_KERNELS)')
 	touch $@
+
+test-bad-input: install  ## every key of a model folder and a pool with every wrong value; the suite holds a seeded sample
+	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest -n 2 tests/test_bad_input_everywhere.py
 
 test-matrix: install  ## every family, layout and dispatch against Transformers; the suite holds a seeded sample
 	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest tests/test_token_equality.py tests/test_replay.py \

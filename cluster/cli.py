@@ -17,6 +17,7 @@ from rich.console import Console
 
 from ..dispatch.errors import ConfigError, DriverRestartError, ExpertPoolError
 from ..workers.model_spec import ModelSpec
+from ..workers.printable import printable
 from ..workers.rank_config import RankConfig
 from ..workers.request import SamplingParams
 from .cli_options import cluster_options, pool_config, pool_options, refuse_pool_options
@@ -141,7 +142,7 @@ def status(pool_name: str, address: str | None) -> None:
 
     with _orderly_exit(Console(stderr=True)):
         pool = ExpertPool.connect(pool_name, address)
-        click.echo(f"pool {pool_name!r}, {pool.rank_config.spec.path}")
+        click.echo(printable(f"pool {pool_name!r}, {pool.rank_config.spec.path}"))
         print_status(pool.status(), Console())
 
 
@@ -338,7 +339,7 @@ def _output_line(entry: PromptEntry, completion: PoolCompletion) -> OutputLine:
 
 
 def _say(console: Console, line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
 
 class _orderly_exit:

@@ -43,6 +43,21 @@ def decode(settings: dict[str, Any], kind: type[T], source: str) -> T:
         return msgspec.convert(settings, kind)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {_explained(error, settings, kind)}") from error
+    except UnicodeEncodeError as error:
+        name, value = next(_broken_texts(settings), ("a text", ""))
+        raise ConfigError(f"{source}: {name}={value!r:.{_LONGEST_VALUE}} is no valid text: {error.reason}") from error
+
+
+def _broken_texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Texts that have no UTF-8 form, as half of a surrogate pair in JSON makes them, by the settings' names."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield from _broken_texts(one, f"{name}.{key}".lstrip("."))
+    elif isinstance(value, list):
+        for index, one in enumerate(value):
+            yield from _broken_texts(one, f"{name}[{index}]")
+    elif isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
+        yield name, value
 
 
 def read_mapping(path: str, source: str) -> dict[str, Any]:
@@ -55,11 +70,13 @@ def read_mapping(path: str, source: str) -> dict[str, Any]:
         content = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"{source}: {error.strerror}") from error
+    except ValueError as error:  # a name that holds a zero byte
+        raise ConfigError(f"{source!r}: {error}") from error
     try:
         settings = _parsed(content)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:  # dates and numbers raise their own
         raise ConfigError(f"{source}: neither YAML nor JSON: {' '.join(str(error).split())}") from error
     if not isinstance(settings, dict):
         found = "nothing" if settings is None else type(settings).__name__

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from ..dispatch.errors import ConfigError, ExpertPoolError
+from ..workers.printable import told
 from .output_line import OutputLine, finished_in
 
 PART_S, PART_BYTES, GIVE_UP_S = 10.0, 8 * 1024**2, 60.0
@@ -109,7 +110,7 @@ class PartsWriter:
             raise ExpertPoolError(f"{error}: somebody changed the folder while this run wrote there") from error
         except Exception as error:
             raise ExpertPoolError(
-                f"--output {self._url}: cannot be read back: {_told(error)}; run again to see what it holds"
+                f"--output {self._url}: cannot be read back: {told(error)}; run again to see what it holds"
             ) from error
         if num_gone := len(self.finished.keys() - held.keys()):
             raise ExpertPoolError(
@@ -139,8 +140,8 @@ class PartsWriter:
             import fsspec
 
             filesystem, path = fsspec.core.url_to_fs(self._url)
-        except (ImportError, ValueError) as error:  # a store's own package is missing, or no store has that scheme
-            raise ConfigError(f"--output {self._url}: {error}") from error
+        except Exception as error:  # a package is missing, no store has that scheme, or what each kind of store raises
+            raise ConfigError(f"--output {self._url}: no output can be opened there: {told(error)}") from error
         return filesystem, path.rstrip("/")
 
     def _read_finished(self) -> dict[str, int]:
@@ -156,7 +157,7 @@ class PartsWriter:
         except (ConfigError, KeyboardInterrupt):
             raise
         except Exception as error:
-            raise ConfigError(f"--output {self._url}: cannot be read: {_told(error)}") from error
+            raise ConfigError(f"--output {self._url}: cannot be read: {told(error)}") from error
         return finished
 
     def _parts_there(self) -> dict[str, int]:
@@ -176,7 +177,7 @@ class PartsWriter:
             self._folder.pipe_file(probe, b"")
             self._folder.rm_file(probe)
         except Exception as error:
-            raise ConfigError(f"--output {self._url}: cannot be written: {_told(error)}") from error
+            raise ConfigError(f"--output {self._url}: cannot be written: {told(error)}") from error
 
     def _keep_flushing(self) -> None:
         """Upload in the background; what fails stays pending and is tried again, with what came meanwhile."""
@@ -214,10 +215,6 @@ class PartsWriter:
 
     def _error(self, error: Exception) -> ExpertPoolError:
         return ExpertPoolError(
-            f"--output {self._url}: cannot be written any further: {_told(error)}; this run wrote {self._written} "
+            f"--output {self._url}: cannot be written any further: {told(error)}; this run wrote {self._written} "
             "finished requests there; run again to complete it"
         )
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -58,6 +58,8 @@ class CompletionWriter:
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by __exit__)
         except OSError as error:
             raise ConfigError(f"--output {path}: cannot be written: {error.strerror}: {error.filename}") from error
+        except ValueError as error:  # a name that holds a zero byte, or half of a surrogate pair
+            raise ConfigError(f"--output {path!r}: cannot be written: {error}") from error
         try:
             self._refuse_second_writer()
             self.finished, self._size = self._read_finished()

@@ -15,6 +15,8 @@ from ..dispatch.budget import (
 from ..dispatch.capacity import CAPACITY_VARIABLE
 from ..dispatch.limits import ALL_TO_ALL_KINDS, Limits, step_widths
 from ..graphs.plan import CaptureEntry, plan_captures
+from ..workers.host_memory import HostNeed, host_bytes, host_need
+from ..workers.printable import printable
 from ..workers.rank_config import RankConfig
 from .config import PoolConfig, resolve_unchecked
 from .gpu_memory import MemoryNeed, memory_need
@@ -50,6 +52,7 @@ class PlanReport(msgspec.Struct, frozen=True):
         graphs: what the ranks would be asked to record.
         kv_cache_tokens: tokens that the KV cache holds; where it is measured at start, the most it may hold.
         gpu_memory: what a rank needs of its GPU, as far as it is known, and what it has; `None` on CPUs.
+        host_memory: what a rank holds of its machine's memory; `None` on GPUs.
         gpu_memory_given: whether the configuration says what a GPU has.
         problems: why the pool would not start; empty when it would.
         refusals: what keeps `generate` from running this plan though the plan itself holds: weights that are missing, a
@@ -63,6 +66,7 @@ class PlanReport(msgspec.Struct, frozen=True):
     graphs: tuple[PlannedGraphs, ...]
     kv_cache_tokens: int
     gpu_memory: MemoryNeed | None
+    host_memory: HostNeed | None
     gpu_memory_given: bool
     problems: tuple[str, ...]
     refusals: tuple[str, ...]
@@ -93,6 +97,7 @@ def plan_pool(config: PoolConfig) -> PlanReport:
         graphs=_graphs(rank_config),
         kv_cache_tokens=(rank_config.num_blocks - 1) * rank_config.block_size,
         gpu_memory=memory_need(config, rank_config),
+        host_memory=host_need(rank_config),
         gpu_memory_given=config.placement.gpu_memory_bytes is not None,
         problems=pool_problems(config, rank_config),
         refusals=launch_refusals(rank_config),
@@ -152,6 +157,15 @@ def print_plan(report: PlanReport, console: Console) -> None:
     console.print(_buffer_table(report))
     if report.gpu_memory is not None:
         _print_memory(report.gpu_memory, console)
+    if report.host_memory is not None:
+        available = host_bytes()
+        fitting = available // max(1, report.host_memory.needed)
+        _say(
+            console,
+            f"host memory: {report.host_memory}; steps come on top. This machine has {available:,}, for at most "
+            f"{fitting:,} such ranks",
+            style=None if fitting >= layout.world_size else "yellow",
+        )
     _say(console, "bounds, and what decided them:")
     for bound in report.bounds:
         _say(console, f"  {bound.name}: {bound.value:,} {bound.unit}, by {bound.term}")
@@ -205,4 +219,4 @@ def _print_graphs(report: PlanReport, console: Console) -> None:
 
 
 def _say(console: Console, line: str, style: str | None = None) -> None:
-    console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+    console.print(printable(line), style=style, highlight=False, markup=False, soft_wrap=True)

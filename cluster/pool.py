@@ -140,6 +140,10 @@ class ExpertPool:
         tokenizer = load_tokenizer(rank_config.spec)
         holds_ray = connect_ray(config, report, must_exist=detached)
         try:
+            if holds_ray:  # then all ranks are on this machine
+                from ..workers.host_memory import refuse_beyond_host
+
+                refuse_beyond_host(rank_config, config.ranks)
             driver = new_driver(config, rank_config, name, has_owner=not detached)
             pool = cls(driver, rank_config, lambda: tokenizer, not detached, holds_ray, report, name)
         except BaseException:

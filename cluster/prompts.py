@@ -66,6 +66,8 @@ def read_prompts(path: str, defaults: SamplingParams) -> list[PromptEntry]:
         raise ConfigError(f"--prompts {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"--prompts {path}: not UTF-8 text: {error}") from error
+    except ValueError as error:  # a name that holds a zero byte
+        raise ConfigError(f"--prompts {path!r}: {error}") from error
     entries: dict[str, PromptEntry] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():

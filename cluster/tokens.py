@@ -1,13 +1,19 @@
 """Texts, chat messages and token ids, on the side of the caller: the model folder's own tokenizer."""
 
+import json
 import operator
+import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ..dispatch.errors import CheckpointError, ConfigError
 from ..workers.model_spec import ModelSpec, digest_of_tokenizer
+from ..workers.printable import told
+from .chat_rendering import RENDERER
 from .decoding import decode
 
 AnyPrompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -37,12 +43,11 @@ def load_tokenizer(spec: ModelSpec) -> Any:
     """
     if not spec.has_tokenizer:
         return None
-    from transformers import AutoTokenizer
+    from ..workers.reading import reading
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(spec.path, local_files_only=True)
-    except Exception as error:  # the tokenizers library raises bare exceptions
-        raise CheckpointError(f"model={spec.path!r}: its tokenizer cannot be read: {error}") from error
+    folder = Path(spec.path)
+    with reading(spec.path, "its tokenizer cannot be read", partial(_loaded_with, folder), "tokenizer_config.json"):
+        tokenizer = _loaded(folder)
     here = digest_of_tokenizer(spec.path)
     if spec.tokenizer_digest and here != spec.tokenizer_digest:
         raise CheckpointError(
@@ -51,6 +56,25 @@ def load_tokenizer(spec: ModelSpec) -> Any:
             "token ids"
         )
     return tokenizer
+
+
+def _loaded(folder: Path) -> Any:
+    """The tokenizer, used once: some settings are looked at only then."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    tokenizer.decode(tokenizer(["a"])["input_ids"][0], skip_special_tokens=True)
+    return tokenizer
+
+
+def _loaded_with(folder: Path, settings: dict[str, Any]) -> Any:
+    """The tokenizer of a folder with other settings in its `tokenizer_config.json`."""
+    with tempfile.TemporaryDirectory() as other:
+        for file in folder.iterdir():
+            if file.name != "tokenizer_config.json":
+                (Path(other) / file.name).symlink_to(file.resolve())
+        (Path(other) / "tokenizer_config.json").write_text(json.dumps(settings))
+        return _loaded(Path(other))
 
 
 def needs_tokenizer(prompt: Any) -> bool:
@@ -101,18 +125,34 @@ def render_chat(chat: Chat, tokenizer: Any) -> tuple[int, ...]:
         refuse_broken_text("a message's content", message.content)
     messages = msgspec.to_builtins(list(chat.messages))
     try:
-        token_ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        token_ids = _templated(messages, tokenizer)
     except Exception as error:  # a template is a program of the model's: what it raises is not ours to list
+        said = str(error) if isinstance(error, ConfigError) else told(error)
         raise ConfigError(
             f"the model's chat template cannot render messages={messages!r:.60}, with the roles "
-            f"{', '.join(message.role for message in chat.messages):.60}: {type(error).__name__}: "
-            f"{' '.join(str(error).split())}; give messages that it takes, or a text or token ids"
+            f"{', '.join(message.role for message in chat.messages):.60}: {said}; give messages that it takes, or a "
+            "text or token ids"
         ) from error
     if not token_ids:
         raise ConfigError(f"the model's chat template makes no token of messages={messages!r:.60}: give others")
     return tuple(token_ids)
+
+
+def _templated(messages: list[dict[str, str]], tokenizer: Any) -> list[int]:
+    """What `apply_chat_template` returns, with the template run where it can be ended."""
+    from transformers import PreTrainedTokenizerBase
+
+    if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+        return list(
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        )
+    special_tokens = {name: _text_of(token) for name, token in tokenizer.special_tokens_map.items()}
+    text = RENDERER.render(tokenizer.get_chat_template(), messages, special_tokens)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _text_of(token: Any) -> Any:
+    return [str(one) for one in token] if isinstance(token, (list, tuple)) else str(token)
 
 
 def refuse_broken_text(what: str, text: str) -> None:

@@ -38,14 +38,17 @@ def inspected(config: PoolConfig) -> ModelSpec:
 
 def pool_problems(config: PoolConfig, rank_config: RankConfig) -> tuple[str, ...]:
     """Why a pool would not start, each with the setting to change; empty when it would."""
+    from ..workers.host_memory import host_problem
     from .gpu_memory import memory_problem
 
     memory = memory_problem(config, rank_config)
+    # Elsewhere another machine may hold the ranks: each looks for itself before it allocates.
+    host = host_problem(rank_config, config.ranks) if config.address == "local" else None
     return (
         *bounds_problems(config),
         *rank_config.spec.generation.problems(rank_config.spec.path, config.generation_config),
         *configuration_problems(rank_config),
-        *(() if memory is None else (memory,)),
+        *(problem for problem in (memory, host) if problem is not None),
     )
 
 

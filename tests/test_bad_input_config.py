@@ -76,6 +76,18 @@ def said_of_config(refused, prompts_file, random_models, tmp_path):
         ("model: MODEL\ncache: {max_bytes: -5}", "cache.max_bytes=-5 is not between 1 and 2**63"),
         ("model: MODEL\nworker: {threads: 0}", "worker.threads=0 is not between 1 and 4,096: set it to"),
         ('model: MODEL\nworker: {environment: {"A=B": c}}', "worker.environment sets 'A=B' to 'c': no variable can"),
+        (
+            'model: MODEL\nworker: {environment: {"A": "\\ud800"}}',
+            "worker.environment sets 'A' to '\\ud800', which is no",
+        ),
+        (
+            "model: MODEL\nranks: 2\naddress: local\nlimits: {max_running_requests: 1000000000}",
+            "2 of ranks=2 on this machine do not fit into its memory of ",
+        ),
+        (
+            "model: MODEL\naddress: local\ncache: {num_tokens: 2147483647, block_size: 65536}",
+            "Lower limits.max_running_requests, limits.chunked_prefill_size, cache.num_tokens or",
+        ),
         ("model: MODEL\nworker: {step_timeout_s: 0}", "worker.step_timeout_s=0.0 is not between 1 and 1e+07"),
         ("model: MODEL\nplacement: {timeout_s: 0}", "placement.timeout_s=0.0 is not above 0"),
         ("model: MODEL\nplacement: {gpus_per_rank: -1}", "placement.gpus_per_rank=-1.0 is below 0"),

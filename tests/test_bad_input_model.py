@@ -104,6 +104,68 @@ def test_a_config_that_cannot_be_read(content, said_of, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("vocab_size", "2048"),
+        ("vocab_size", None),
+        ("eos_token_id", "abc"),
+        ("eos_token_id", 1.5),
+        ("eos_token_id", True),
+        ("eos_token_id", [10**30]),
+        ("num_experts", "8"),
+        ("num_experts_per_tok", 0),
+        ("num_experts_per_tok", 9),
+        ("num_hidden_layers", 10**6),
+        ("max_position_embeddings", float("nan")),
+        ("max_position_embeddings", 10**9),
+        ("hidden_size", 10**30),
+        ("num_key_value_heads", 0),
+        ("rms_norm_eps", "small"),
+        ("sliding_window", "wide"),
+        ("tie_word_embeddings", "yes"),
+        ("head_dim", 63),
+        ("dtype", "nonsense"),
+        ("dtype", "int64"),
+        ("rope_parameters", {"rope_type": ["default"], "rope_theta": 10000.0}),
+        ("quantization_config", 5),
+    ],
+    ids=lambda part: repr(part)[:30],
+)
+def test_a_value_that_config_json_cannot_have_is_refused_by_its_key(key, value, said_of, config_folder):
+    said = said_of(config_folder(FAMILIES["qwen3_moe"](), **{key: value}))
+    assert key in said
+    assert "its config.json" in said or "with this config.json" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_more_experts_than_a_model_can_have(said_of, config_folder):
+    said = said_of(config_folder(FAMILIES["qwen3_moe"](), num_local_experts=10**9))
+    assert "its config.json has num_experts=1000000000: set num_experts to an integer between 1 and 1,048,576" in said
+    said = said_of(config_folder(FAMILIES["qwen3_moe"](), num_local_experts=2**20))
+    assert "experts, more than 1,048,576; correct one of the two" in said
+
+
+def test_a_config_nested_deeper_than_can_be_read(said_of, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"a": ' + "[" * 200_000)
+    assert "its config.json cannot be read: RecursionError" in said_of(tmp_path / "model")
+
+
+def test_a_config_that_asks_to_run_code_of_the_folders_own(said_of, tmp_path):
+    """Transformers would ask on the terminal whether it may, and wait."""
+    (tmp_path / "model").mkdir()
+    config = {"model_type": "their_own", "auto_map": {"AutoConfig": "theirs.Config"}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model" / "theirs.py").write_text("raise SystemExit(7)")
+    assert "its config.json cannot be read: ValueError: " in said_of(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b"], ids=["long", "zero"])
+def test_a_name_that_no_folder_can_have(name, said_of):
+    assert "is not a folder" in said_of(name)
+
+
+@pytest.mark.parametrize(
     ("config", "complaint"),
     [
         (Qwen3Config(num_hidden_layers=1, num_key_value_heads=2, **COMMON), "'qwen3' is not a Mixture-of-Experts"),
@@ -415,6 +477,23 @@ def test_a_generation_config_that_cannot_be_read(said_of, copied):
     folder = copied()
     (folder / "generation_config.json").write_text("{")
     assert "its generation_config.json cannot be read" in said_of(folder)
+
+
+@pytest.mark.parametrize("eos", ["abc", "8", {}, [[0]], 10**30, ["a"], True, 1.5, float("nan")], ids=repr)
+def test_an_end_of_sequence_token_that_is_no_token_id(eos, said_of, copied):
+    folder = copied()
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    assert "its generation_config.json has eos_token_id=" in said_of(folder)
+
+
+def test_a_tokenizer_setting_of_the_wrong_type_is_named(refused, tiny_moe, prompts_file, tmp_path):
+    folder = Path(shutil.copytree(tiny_moe, tmp_path / "model"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": "x"}))
+    prompts = prompts_file({"prompt": "x"})
+    said = refused("generate", "--model", folder, "--prompts", prompts, "--output", tmp_path / "out.jsonl")
+    assert "its tokenizer cannot be read: TypeError: " in said
+    assert "without model_max_length='x'" in said
 
 
 def test_a_tokenizer_that_cannot_be_read(said_of, copied):

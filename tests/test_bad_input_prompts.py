@@ -1,6 +1,8 @@
 """Files of prompts: what is read from a good one, and what is said of a bad one."""
 
 import json
+import shutil
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -150,6 +152,29 @@ def test_messages_for_a_model_without_a_chat_template_are_refused(refused, promp
         "(chat_template.jinja, or chat_template in tokenizer_config.json): add the model's own, or give a text"
     ) in said
     assert not (tmp_path / "o").exists()
+
+
+def test_what_a_template_or_a_prompt_says_does_not_command_the_terminal(refused, prompts_file, chat_model, tmp_path):
+    folder = Path(shutil.copytree(chat_model, tmp_path / "model"))
+    (folder / "chat_template.jinja").write_text(
+        "{{ raise_exception('\x1b]0;mine\x07\x9b31m\u202e' + messages[0].role) }}"
+    )
+    path = prompts_file({"messages": [{"role": "\x1b[2J", "content": "x"}]})
+    said = refused("generate", "--model", folder, "--prompts", path, "--output", tmp_path / "o")
+    assert "TemplateError: \\x1b]0;mine\\x07\\x9b31m\\u202e\\x1b[2J; " in said
+    assert not any(char in said for char in "\x1b\x07\x9b\u202e")
+
+    path = prompts_file({"id": "\x1b[31m", "prompt": "x"}, {"id": "\x1b[31m", "prompt": "y"})
+    said = refused("generate", "--model", folder, "--prompts", path, "--output", tmp_path / "o")
+    assert "line 2: id '\\x1b[31m' is that of line 1" in said
+
+
+@pytest.mark.parametrize("url", ["zip://nowhere.zip", "reference://x", "no-such-store://x", "out\0.jsonl"])
+def test_an_output_that_no_store_opens_is_refused(url, refused, prompts_file, random_models):
+    path = prompts_file({"prompt_token_ids": [5]})
+    said = refused("generate", "--model", random_models["qwen3_moe"], "--prompts", path, "--output", url)
+    assert said.startswith("refused: --output ")
+    assert len(said.splitlines()) == 1
 
 
 def test_an_id_may_not_be_the_number_that_another_line_goes_by(prompts_file):

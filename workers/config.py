@@ -118,6 +118,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name, value in self.environment.items():
             if not name or "=" in name or "\0" in name + value:
                 raise ConfigError(f"worker.environment sets {name!r} to {value!r:.60}: no variable can be that")
+            try:
+                (name + value).encode()
+            except UnicodeEncodeError as error:
+                raise ConfigError(
+                    f"worker.environment sets {name!r} to {value!r:.60}, which is no valid text: {error.reason}"
+                ) from error
         if not 0 <= self.trace_steps <= MAX_TRACE_STEPS:
             raise ConfigError(f"worker.trace_steps={self.trace_steps} is not between 0 and {MAX_TRACE_STEPS:,}")
         if not 1 <= self.step_timeout_s <= MAX_SECONDS:

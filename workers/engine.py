@@ -35,6 +35,7 @@ from .fused_layers import fuse_layers
 from .fused_norms import fuse_norms
 from .gathered_attention import GatheredAttention
 from .graph_set import RecordingMeans, frozen_facts, make_backend, make_graphs
+from .host_memory import refuse_beyond_host
 from .inspection import quiet_transformers
 from .kv_cache import BlockAllocator, KvCache
 from .kv_sizing import agree_on_blocks, graph_reserve, read_memory, run_largest_step
@@ -127,9 +128,11 @@ class RankEngine:
         """Read this rank's weights and allocate its cache and buffers; collective over all ranks.
 
         Raises:
+            ConfigError: this machine has less memory than this rank alone would hold.
             RankError: others did not finish reading in time.
         """
         layout = self.config.layout
+        refuse_beyond_host(self.config, ranks_here=1)
         assert dist.group.WORLD is not None, "join comes before load"
         maker = path_maker(self.config, self.rank, self._collectives, dist.group.WORLD, self._device)
         exchange = MoeExchange(layout, self.rank, loading_path(self.config, maker), self._collectives)

@@ -10,11 +10,12 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from ..dispatch.errors import CheckpointError, ConfigError
+from ..dispatch.errors import ConfigError
 from .model_spec import GenerationSettings
+from .reading import reading
 from .request import SamplingParams
 
-_FILE, _MODEL_FILE = "generation_config.json", "config.json"
+FILE, _MODEL_FILE = "generation_config.json", "config.json"
 
 
 def _other_than(*neutral: Any) -> Callable[[Any], bool]:
@@ -69,7 +70,7 @@ def read_generation_config(path: str) -> GenerationConfig:
     Raises:
         CheckpointError: it cannot be read.
     """
-    return _read(path, _source(path))
+    return _read(path, source_of(path))
 
 
 def generation_settings(path: str) -> GenerationSettings:
@@ -78,7 +79,7 @@ def generation_settings(path: str) -> GenerationSettings:
     Raises:
         CheckpointError: the file cannot be read.
     """
-    source = _source(path)
+    source = source_of(path)
     asked = {name: value for name, value in _read(path, source).to_dict().items() if value is not None}
     samples = asked.get("do_sample") is True
     changing = UNSUPPORTED | UNSUPPORTED_SAMPLING if samples else UNSUPPORTED
@@ -90,7 +91,7 @@ def generation_settings(path: str) -> GenerationSettings:
     except ConfigError as error:
         unusable = str(error)
     unused_eos = None
-    if source == _FILE and "eos_token_id" not in asked:
+    if source == FILE and "eos_token_id" not in asked:
         unused_eos = _read(path, _MODEL_FILE).eos_token_id
     return GenerationSettings(
         source=source,
@@ -116,16 +117,15 @@ def _defaults(offered: dict[str, Any]) -> SamplingParams:
 
 
 def _read(path: str, source: str) -> GenerationConfig:
-    try:
+    with reading(path, f"its {source} cannot be read"):
         return GenerationConfig.from_pretrained(
             path, config_file_name=source, _from_model_config=source == _MODEL_FILE, local_files_only=True
         )
-    except Exception as error:  # whatever the library raises, it is about a file of the user's
-        raise CheckpointError(f"model={path!r}: its {source} cannot be read: {error}") from error
 
 
-def _source(path: str) -> str:
-    return _FILE if (Path(path) / _FILE).is_file() else _MODEL_FILE
+def source_of(path: str) -> str:
+    """The file of a model folder that `generate` goes by."""
+    return FILE if (Path(path) / FILE).is_file() else _MODEL_FILE
 
 
 def _shown(name: str, value: Any) -> str:

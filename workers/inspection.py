@@ -6,24 +6,32 @@ through the plug-in points, or attends by more than keys and values of its own r
 starts.
 """
 
-import json
+import copy
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from ..dispatch.errors import CheckpointError
 from .attention import ATTENTION_NAME, register_attention
-from .generation_settings import generation_settings, read_generation_config
+from .config_bounds import EXPERT_COUNT_NAMES, MAX_POSITIONS, refuse_routing, refuse_sizes
+from .generation_settings import generation_settings, read_generation_config, source_of
 from .model_probe import ModelProbe, refuse_other_state
 from .model_spec import ModelSpec, digest_of_config, digest_of_tokenizer
+from .reading import Settings, reading
 
 _PACKABLE_ROPE = ("default", "linear", "yarn", "llama3", "proportional")
-_EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def quiet_transformers() -> None:
@@ -38,28 +46,35 @@ def read_config(path: str) -> PreTrainedConfig:
     Raises:
         CheckpointError: the folder or its config is missing, or Transformers does not know the family.
     """
-    folder = Path(path)
-    if not folder.is_dir():
+    # `os.path` answers where `Path` raises: a name may be too long for the file system, or hold a zero byte.
+    if not os.path.isdir(path):
         raise CheckpointError(
             f"model={path!r} is not a folder; names of a hub are not downloaded: fetch the model first, with "
             "`hf download NAME --local-dir FOLDER`, onto every node"
         )
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(os.path.join(path, "config.json")):
         raise CheckpointError(f"model={path!r} has no config.json: it is not a Hugging Face model folder")
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
-    except (ValueError, OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"model={path!r}: its config.json cannot be read: {error}") from error
+    with reading(path, "its config.json cannot be read", _config_of):
+        # Code of the folder's own is never run, and nobody is asked whether it may.
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+def _config_of(settings: Settings) -> PreTrainedConfig:
+    return CONFIG_MAPPING[settings["model_type"]].from_dict(copy.deepcopy(settings))
 
 
 def resolve_dtype(config: PreTrainedConfig, requested: str | None) -> torch.dtype:
     """The requested dtype, or the one the checkpoint was saved in (float32 where it does not say)."""
     if requested is not None:
         return getattr(torch, requested)
-    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype)
-    return dtype or torch.float32
+    given = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
+    dtype = getattr(torch, given, None) if isinstance(given, str) else given
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise CheckpointError(
+            f"its config.json has dtype={given!r:.60}, which is no floating point type of PyTorch: set it, or the "
+            "pool's dtype, to float32, bfloat16 or float16"
+        )
+    return dtype
 
 
 def build_meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -86,34 +101,25 @@ def inspect_model(path: str, dtype: str | None = None) -> ModelSpec:
     """
     quiet_transformers()
     config = read_config(path)
-    _refuse_unsupported_config(path, config)
-    torch_dtype = resolve_dtype(config, dtype)
+    family = f"the family {config.model_type!r}"
+    with reading(path, f"no model of {family} can be made from its config.json", _built):
+        _refuse_unsupported_config(path, config)
     try:
-        model = build_meta_model(config, torch_dtype)
-    except Exception as error:
-        raise CheckpointError(
-            f"model={path!r}: no model of the family {config.model_type!r} can be made from its config.json: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    plan = expert_parallel_plan(model)
-    expert_modules = [name for name, style in plan.items() if style == "ep_dispatch_experts"]
-    if not expert_modules:
-        raise CheckpointError(
-            f"model={path!r}: Transformers has no expert-parallel plan for the family {config.model_type!r}"
-        )
-    try:
-        refuse_other_state(config)
-        probe = ModelProbe(model, expert_modules)
-        probe.run()
+        with reading(path, f"no model of {family} can be made from its config.json", _built):
+            refuse_sizes(config)
+            context_length = _context_length(config.get_text_config())
+            torch_dtype = resolve_dtype(config, dtype)
+            model = build_meta_model(config, torch_dtype)
+            plan = expert_parallel_plan(model)
+        expert_modules = [name for name, style in plan.items() if style == "ep_dispatch_experts"]
+        if not expert_modules:
+            raise CheckpointError(f"Transformers has no expert-parallel plan for {family}")
+        with reading(path, f"{family} does not run over packed batches", _probed):
+            probe = _probe(config, model, expert_modules)
     except CheckpointError as error:
-        raise CheckpointError(
-            f"model={path!r}: the family {config.model_type!r} with this config.json cannot be served: {error}"
-        ) from error
-    except Exception as error:
-        raise CheckpointError(
-            f"model={path!r}: the family {config.model_type!r} does not run over packed batches: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        if str(error).startswith(f"model={path!r}"):
+            raise
+        raise CheckpointError(f"model={path!r}: {family} with this config.json cannot be served: {error}") from error
     text_config = config.get_text_config()
     num_layers = text_config.num_hidden_layers
     if sorted(probe.attention) != list(range(num_layers)):
@@ -131,7 +137,7 @@ def inspect_model(path: str, dtype: str | None = None) -> ModelSpec:
         dtype_bytes=torch_dtype.itemsize,
         vocab_size=text_config.vocab_size,
         hidden_size=model.get_input_embeddings().embedding_dim,
-        context_length=_context_length(text_config),
+        context_length=context_length,
         eos_token_ids=_eos_token_ids(path),
         attention=tuple(probe.attention[layer] for layer in range(num_layers)),
         moe=tuple(probe.moe),
@@ -144,14 +150,36 @@ def inspect_model(path: str, dtype: str | None = None) -> ModelSpec:
     )
 
 
+def _probe(config: PreTrainedConfig, model: PreTrainedModel, expert_modules: list[str]) -> ModelProbe:
+    """What attention and experts of the model are handed; it is of no use afterwards."""
+    refuse_other_state(config)
+    probe = ModelProbe(model, expert_modules)
+    probe.run()
+    refuse_routing(probe.moe)
+    return probe
+
+
+def _built(settings: Settings) -> tuple[PreTrainedConfig, PreTrainedModel]:
+    """The model that a `config.json` of these settings would make."""
+    config = _config_of(settings)
+    refuse_sizes(config)
+    return config, build_meta_model(config, torch.float32)
+
+
+def _probed(settings: Settings) -> None:
+    config, model = _built(settings)
+    experts = [name for name, style in expert_parallel_plan(model).items() if style == "ep_dispatch_experts"]
+    _probe(config, model, experts)
+
+
 def _refuse_unsupported_config(path: str, config: PreTrainedConfig) -> None:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise CheckpointError(f"model={path!r}: the family {config.model_type!r} is not a causal language model")
     text_config = config.get_text_config()
-    if not any(getattr(text_config, name, None) for name in _EXPERT_COUNT_NAMES):
+    if not any(getattr(text_config, name, None) for name in EXPERT_COUNT_NAMES):
         raise CheckpointError(
             f"model={path!r}: the family {config.model_type!r} is not a Mixture-of-Experts model that can be served "
-            f"(its config.json sets none of {', '.join(_EXPERT_COUNT_NAMES)})"
+            f"(its config.json sets none of {', '.join(EXPERT_COUNT_NAMES)})"
         )
     if getattr(config, "quantization_config", None) is not None:
         method = config.quantization_config
@@ -173,6 +201,9 @@ def _context_length(text_config: PreTrainedConfig) -> int:
     YaRN alone states the length of pretraining and the factor apart: in Qwen's way of switching it on,
     `max_position_embeddings` stays the length without it. Of `llama3` the product says nothing (Llama 3.2 has twice as
     much as its context), and `linear` has only `max_position_embeddings`, which may hold the factor or not.
+
+    Raises:
+        CheckpointError: YaRN stretches it beyond all bounds.
     """
     stretched = [
         int(original * factor)
@@ -181,7 +212,13 @@ def _context_length(text_config: PreTrainedConfig) -> int:
         for original, factor in [(mapping.get("original_max_position_embeddings"), mapping.get("factor"))]
         if isinstance(original, int) and isinstance(factor, (int, float)) and math.isfinite(original * factor)
     ]
-    return max(text_config.max_position_embeddings, *stretched, 0)
+    longest = max(text_config.max_position_embeddings, *stretched, 0)
+    if longest > MAX_POSITIONS:
+        raise CheckpointError(
+            f"YaRN stretches its context to {longest:,} positions (original_max_position_embeddings x factor): correct "
+            f"them to {MAX_POSITIONS:,} or fewer"
+        )
+    return longest
 
 
 def _rope_mappings(text_config: PreTrainedConfig) -> list[dict[str, Any]]:
@@ -197,14 +234,12 @@ def _rope_types(text_config: PreTrainedConfig) -> set[str]:
 
 def _eos_token_ids(path: str) -> tuple[int, ...]:
     """As `generate` takes them: a generation_config.json that names none means none, whatever config.json names."""
-    eos: Any = None
-    if (Path(path) / "generation_config.json").is_file():
-        try:
-            eos = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
-        except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(f"model={path!r}: its generation_config.json cannot be read: {error}") from error
-    else:
-        eos = read_generation_config(path).eos_token_id
+    eos, file = read_generation_config(path).eos_token_id, source_of(path)
     if eos is None:
         return ()
-    return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+    token_ids = tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+    if any(isinstance(one, bool) or not isinstance(one, int) or not -1 <= one < 2**31 for one in token_ids):
+        raise CheckpointError(
+            f"model={path!r}: its {file} has eos_token_id={eos!r:.60}: set it to a token id, or to a list of them"
+        )
+    return token_ids

@@ -1,0 +1,64 @@
+"""Chat templates run where they can be ended: what they may take of time, memory and size is bounded."""
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+from expert_pool.cluster import ConfigError
+from expert_pool.cluster.chat_rendering import ChatRenderer
+
+USER = [{"role": "user", "content": "x"}]
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLING = (
+    "{% set all = namespace(text='xxxxxxxx') %}"
+    "{% for i in range(99) %}{% set all.text = all.text + all.text %}{% endfor %}"
+)
+
+
+@pytest.fixture
+def renderer() -> Iterator[ChatRenderer]:
+    made = ChatRenderer(seconds=3.0)
+    yield made
+    made.close()
+
+
+def test_a_template_that_does_not_end_is_ended_and_the_next_chat_is_rendered():
+    renderer = ChatRenderer(seconds=1.0)
+    with pytest.raises(ConfigError, match=r"did not end within 1 s, or needs more memory .*exit code -14"):
+        renderer.render(ENDLESS, USER, {})
+    with pytest.raises(ConfigError, match="did not end within 1 s"):
+        renderer.render("{{ 10 ** (10 ** 9) }}", USER, {})  # one call, which no signal handler would interrupt
+    assert renderer.render("{{ bos_token }}{{ messages[0].content }}", USER, {"bos_token": "<s>"}) == "<s>x"
+    renderer.close()
+
+
+@pytest.mark.parametrize("template", [DOUBLING, "{{ 'x' * 10 ** 10 }}", "{{ ['x'] * 10 ** 9 }}"])
+def test_a_template_that_fills_memory_is_refused(template, renderer):
+    with pytest.raises(ConfigError, match=r"MemoryError|needs more memory"):
+        renderer.render(template, USER, {})
+
+
+def test_a_template_that_writes_far_more_than_it_is_given_is_refused(renderer):
+    with pytest.raises(ConfigError, match=r"it writes 10,000,000 characters, more than 4,194,320"):
+        renderer.render("{{ 'x' * 10 ** 7 }}", USER, {})
+    long = [{"role": "user", "content": "x" * 5_000_000}]
+    assert len(renderer.render("{{ messages[0].content }}", long, {})) == 5_000_000
+
+
+def test_threads_get_each_their_own_answer_from_one_process(renderer):
+    chats = [[{"role": "user", "content": f"{number} \n \u2028 é"}] for number in range(40)]
+    with ThreadPoolExecutor(8) as threads:
+        texts = list(threads.map(lambda chat: renderer.render("{{ messages[0].content }}!", chat, {}), chats))
+    assert texts == [f"{chat[0]['content']}!" for chat in chats]
+
+
+def test_an_interrupt_while_a_template_runs_ends_it(renderer):
+    others = set(psutil.Process().children())
+    threading.Timer(1.0, lambda: os.kill(os.getpid(), 2)).start()
+    with pytest.raises(KeyboardInterrupt):
+        renderer.render(ENDLESS, USER, {})
+    assert not set(psutil.Process().children()) - others
+    assert renderer.render("{{ messages[0].content }}", USER, {}) == "x"

@@ -12,7 +12,7 @@ SOAK_SECONDS ?= 600
 KERNELS := $(VENV)/kernels
 PRINT_KERNELS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["kernels"])
 
-.PHONY: install run test test-kernels test-matrix test-bad-input test-faults test-kill-matrix test-long test-scale test-autoscaler lint format types bench clean soak
+.PHONY: install run test test-kernels test-matrix test-bad-input test-faults test-environment test-kill-matrix test-long test-scale test-autoscaler lint format types bench clean soak
 
 install: $(VENV)/.installed
 
@@ -46,6 +46,9 @@ test-matrix: install  ## every family, layout and dispatch against Transformers;
 
 test-faults: install  ## every fault at capture and in a step, on 2 and 4 ranks; the suite holds a seeded sample
 	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest -m "not autoscaler" tests/test_capture_faults.py
+
+test-environment: install  ## every variable that PyTorch reads for communication, on one of two ranks alone; the suite holds a sample
+	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest tests/test_environment_differences.py
 
 test-kill-matrix: install  ## ten faults, five times each at random steps, into docs/kill-matrix.md; half an hour on 2 cores
 	rm -f $(KILL_ROWS)

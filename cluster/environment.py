@@ -2,7 +2,8 @@
 
 A rank on another node inherits the environment of the Ray node it runs on, not that of the process that launches the
 pool. So what kernels and communication read from the environment is copied to every rank, the same on each: kernels
-that compile or communicate differently on two ranks are a disagreement that no count shows.
+that compile or communicate differently on two ranks are a disagreement that no count shows. All that ranks compare is
+copied (`workers.alike_environment`), and what may differ there, such as folders and logs, of the families below.
 
 Some such variables must differ between nodes, and are left to each node's own environment: names of network interfaces
 and adapters (`NCCL_SOCKET_IFNAME`, `GLOO_SOCKET_IFNAME`, `NCCL_IB_HCA`, `NVSHMEM_HCA_LIST` and the like), a host's
@@ -15,13 +16,12 @@ What a node sets beyond that stays; where it would change what is sent, ranks fi
 
 from collections.abc import Mapping
 
-from ..workers.alike_environment import OF_ONE_NODE
+from ..workers.alike_environment import OF_ONE_NODE, SECRET, has_to_be_alike
 from ..workers.config import VISIBLE_DEVICES
 
 PREFIXES = (
     "NCCL_",
     "NVSHMEM_",
-    "TORCH_SYMM_MEM_",
     "TORCH_NCCL_",
     "FLASHINFER_",
     "GLOO_",
@@ -34,14 +34,12 @@ PREFIXES = (
 )
 NAMES = ("OMP_NUM_THREADS",)
 
-_SECRET = "TOKEN"
-
 
 def is_passed(name: str) -> bool:
     """Whether ranks get this variable of the launching process."""
-    if name == VISIBLE_DEVICES or _SECRET in name or name.endswith(OF_ONE_NODE):
+    if name == VISIBLE_DEVICES or SECRET in name or name.endswith(OF_ONE_NODE):
         return False
-    return name in NAMES or name.startswith(PREFIXES)
+    return name in NAMES or name.startswith(PREFIXES) or has_to_be_alike(name)
 
 
 def rank_environment(launching: Mapping[str, str], configured: Mapping[str, str]) -> dict[str, str]:

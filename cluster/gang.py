@@ -92,7 +92,7 @@ class Gang:
         self.places = tuple(await self.call("place"))
         await self.call("make_engine")
         try:
-            host, port = await asyncio.wait_for(self._call_one(0, "open_rendezvous"), self._start_timeout_s)
+            rendezvous = await asyncio.wait_for(self._call_one(0, "open_rendezvous"), self._start_timeout_s)
         except (RayError, SilentRank) as error:
             raise await self._described({0: error}, "while opening the rendezvous", is_start=True) from error
         except TimeoutError:
@@ -100,7 +100,7 @@ class Gang:
             raise RankError(
                 f"rank 0 did not open the rendezvous within placement.start_timeout_s={self._start_timeout_s:g}"
             ) from None
-        await self.call("join", host, port, self._code, collective=True)
+        await self.call("join", rendezvous, self._code, collective=True)
 
     async def prepare_kernels(self) -> AsyncIterator[str]:
         """On GPUs: compile what nodes lack; see `cluster.kernels`. Yields a line every few seconds.
@@ -325,7 +325,10 @@ def _failures(calls: Calls) -> dict[int, BaseException]:
 
 def _readable(method: str, args: tuple[Any, ...]) -> str:
     """A call on all ranks, for messages: the capture protocol's own method and entry rather than `capture`."""
-    return " ".join(str(part) for part in args if isinstance(part, (str, CaptureEntry))) or method
+    if method != "capture":
+        return method
+    protocol_method, *rest = args
+    return " ".join([protocol_method, *(str(part) for part in rest if isinstance(part, CaptureEntry))])
 
 
 async def _fate(loop: Awaitable[Any]) -> BaseException | None:

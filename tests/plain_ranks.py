@@ -6,6 +6,7 @@ rather than minutes. Ray actors are tested beside it, on fewer cases.
 
 import itertools
 import multiprocessing
+import os
 import queue
 import time
 import traceback
@@ -14,12 +15,15 @@ from typing import Any
 
 import latent_moe  # noqa: F401  makes its family known in every rank's process
 import msgspec
+import torch
+import torch.distributed as dist
 from expert_pool.cluster.config import PoolConfig, resolve
+from expert_pool.dispatch.errors import ExpertPoolError
 from expert_pool.graphs.plan import plan_captures
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.inspection import inspect_model
 from expert_pool.workers.mailbox import Intake
-from expert_pool.workers.rank_config import RankConfig
+from expert_pool.workers.rank_config import RankConfig, Rendezvous
 from expert_pool.workers.request import Completion, RankStats, Request, SamplingParams
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -235,12 +239,12 @@ def _rank_main(
 def _loaded_engine(config: RankConfig, rank: int, all_commands: list[Any], commands: Any, graphs: bool) -> RankEngine:
     engine = RankEngine(config, rank)
     if rank == 0:
-        port = engine.open_rendezvous("127.0.0.1")
+        rendezvous = engine.open_rendezvous("127.0.0.1")
         for other in all_commands[1:]:
-            other.put(("join", port))
+            other.put(("join", rendezvous))
     else:
-        port = _expect_port(commands)
-    engine.join("127.0.0.1", port)
+        rendezvous = _expect_rendezvous(commands)
+    engine.join(rendezvous)
     engine.load()
     if graphs:
         record_all(engine)
@@ -258,7 +262,7 @@ def record_all(engine: RankEngine) -> None:
     engine.graphs.commit(plan)
 
 
-def _expect_port(commands: Any) -> int:
+def _expect_rendezvous(commands: Any) -> Rendezvous:
     kept = []
     while True:
         command = commands.get(timeout=DEADLINE_S)
@@ -279,6 +283,55 @@ def _send(reports: Any, engine: RankEngine) -> None:
     while True:
         output = engine.outbox.next()
         reports.put(("output", (output.completions, output.stats)))
+
+
+def _join_alone(config: RankConfig, rank: int, meeting: Any, reports: Any, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    dist.set_debug_level_from_env()  # what PyTorch read before
+    engine = RankEngine(config, rank)
+    if rank == 0:
+        rendezvous = engine.open_rendezvous("127.0.0.1")
+        for _ in range(1, config.layout.world_size):
+            meeting.put(rendezvous)
+    else:
+        rendezvous = meeting.get(timeout=DEADLINE_S)
+    try:
+        engine.join(rendezvous)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        reports.put((rank, f"met {total.item():g} ranks"))
+    except ExpertPoolError as error:
+        reports.put((rank, f"{type(error).__name__}: {error}"))
+    meeting.get(timeout=DEADLINE_S)  # what a rank that leaves does to the others is not asked here
+
+
+def said_by_joining(environments: list[dict[str, str]], model: str) -> list[str]:
+    """What comes of ranks that join and reduce a number, each with its own variables over those of this process.
+
+    Returns:
+        In rank order: that it met so many ranks, or the error by which it is refused.
+    """
+    config = resolve(PoolConfig(model=model, ranks=len(environments), weights="random"), inspect_model(model))
+    meeting, reports = CONTEXT.Queue(), CONTEXT.Queue()
+    processes = [
+        CONTEXT.Process(target=_join_alone, args=(config, rank, meeting, reports, environment), daemon=True)
+        for rank, environment in enumerate(environments)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        said = dict(reports.get(timeout=DEADLINE_S) for _ in processes)
+        for _ in processes:
+            meeting.put("leave")
+        for process in processes:
+            process.join(timeout=DEADLINE_S)
+        return [said[rank] for rank in range(len(processes))]
+    except queue.Empty:
+        raise AssertionError(f"ranks waited for {DEADLINE_S:g} s, or died: {[p.exitcode for p in processes]}") from None
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def changed(config: PoolConfig, **sections: Any) -> PoolConfig:

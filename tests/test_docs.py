@@ -15,7 +15,8 @@ from expert_pool.cluster.cli import main
 from expert_pool.cluster.validation import validate
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/geometry.md", "docs/operations.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md")
+DOCUMENTS += ("docs/architecture.md", "docs/geometry.md", "docs/operations.md", "docs/security.md")
 HOUSE = ("cluster", "workers", "graphs", "dispatch")
 CONFIG_FILE = "ray_configs/local_two_ranks.yaml"
 

@@ -52,10 +52,12 @@ def load_all(config: RankConfig, last_reads_after_s: float = 0) -> list[LoadRepo
         config: of the ranks.
         last_reads_after_s: the last rank begins to read its weights so much later.
     """
-    ports, reports = CONTEXT.Queue(), CONTEXT.Queue()
+    rendezvouses, reports = CONTEXT.Queue(), CONTEXT.Queue()
     ranks = range(config.layout.world_size)
     delays = [last_reads_after_s if rank == ranks[-1] else 0 for rank in ranks]
-    processes = [CONTEXT.Process(target=_load, args=(config, rank, ports, reports, delays[rank])) for rank in ranks]
+    processes = [
+        CONTEXT.Process(target=_load, args=(config, rank, rendezvouses, reports, delays[rank])) for rank in ranks
+    ]
     for process in processes:
         process.start()
     received = dict(reports.get(timeout=DEADLINE_S) for _ in ranks)
@@ -64,7 +66,7 @@ def load_all(config: RankConfig, last_reads_after_s: float = 0) -> list[LoadRepo
     return [received[rank] for rank in ranks]
 
 
-def _load(config: RankConfig, rank: int, ports: Any, reports: Any, reads_after_s: float) -> None:
+def _load(config: RankConfig, rank: int, rendezvouses: Any, reports: Any, reads_after_s: float) -> None:
     engine = RankEngine(config, rank)
     read = engine._weights
 
@@ -74,12 +76,12 @@ def _load(config: RankConfig, rank: int, ports: Any, reports: Any, reads_after_s
 
     engine._weights = read_late
     if rank == 0:
-        port = engine.open_rendezvous("127.0.0.1")
+        rendezvous = engine.open_rendezvous("127.0.0.1")
         for _ in range(config.layout.world_size - 1):
-            ports.put(port)
+            rendezvouses.put(rendezvous)
     else:
-        port = ports.get(timeout=DEADLINE_S)
-    engine.join("127.0.0.1", port)
+        rendezvous = rendezvouses.get(timeout=DEADLINE_S)
+    engine.join(rendezvous)
     try:
         reports.put((rank, engine.load()))
     except Exception as error:

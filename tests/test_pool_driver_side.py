@@ -22,11 +22,12 @@ from expert_pool.cluster.capture import CaptureOutcome, DroppedEntry
 from expert_pool.cluster.driver_handle import own_error
 from expert_pool.cluster.driver_state import DriverState, may_follow
 from expert_pool.cluster.failure import LOST, answer_of, describe_failure
-from expert_pool.cluster.gang import Gang
+from expert_pool.cluster.gang import Gang, _readable
 from expert_pool.cluster.router import Router
 from expert_pool.cluster.tokens import tokenize
 from expert_pool.dispatch.errors import ConfigError, DriverRestartError
 from expert_pool.graphs.plan import CaptureEntry, CapturePlan
+from expert_pool.workers.rank_config import Rendezvous
 from expert_pool.workers.request import Request
 from hypothesis import given
 from hypothesis import strategies as st
@@ -173,6 +174,21 @@ def test_an_error_that_all_ranks_raise_keeps_its_type_and_names_them():
 
 def test_ranks_that_stop_unasked_are_a_failure():
     assert "all ranks stopped while running without being told to" in str(describe_failure({}, "while running"))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (("join", Rendezvous("192.0.2.2", 5, b"secret"), "cdcc8f632c13ff23"), "join"),
+        (("load",), "load"),
+        (("capture", "warm_up", CaptureEntry("decode", 2)), "warm_up decode[2 x 1]"),
+        (("capture", "commit", CapturePlan((CaptureEntry("decode", 2),))), "commit"),
+        (("capture", "fail", "rank 1 cannot record decode[2 x 1]"), "fail"),
+    ],
+)
+def test_a_call_on_all_ranks_is_named_by_its_method_and_of_capture_by_its_entry(call, said):
+    method, *args = call
+    assert _readable(method, tuple(args)) == said
 
 
 MEMORY = "Task was killed due to the node running low on memory."

@@ -26,7 +26,7 @@ from expert_pool.workers.alike_environment import variables_alike
 from expert_pool.workers.code_digest import code_digest
 from expert_pool.workers.inspection import inspect_model
 from expert_pool.workers.model_spec import ModelSpec
-from expert_pool.workers.same_start import facts_of, require_same_start
+from expert_pool.workers.same_start import Fact, facts_of, require_same_start
 from safetensors.torch import load_file, save_file
 
 FOLDERS = ("cluster", "dispatch", "graphs", "workers")
@@ -36,16 +36,14 @@ import sys
 from pathlib import Path
 import msgspec
 from expert_pool.workers.engine import RankEngine
-from expert_pool.workers.rank_config import RankConfig
+from expert_pool.workers.rank_config import RankConfig, Rendezvous
 
 engine = RankEngine(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=RankConfig), int(sys.argv[2]))
 if engine.rank == 0:
-    port = engine.open_rendezvous("127.0.0.1")
-    print(port, flush=True)
+    print(msgspec.json.encode(engine.open_rendezvous("127.0.0.1")).decode(), flush=True)
 else:
     print("ready", flush=True)
-port = int(sys.stdin.readline())
-engine.join("127.0.0.1", port)
+engine.join(msgspec.json.decode(sys.stdin.readline(), type=Rendezvous))
 """
 INSTALLED_OVER = """
 import sys
@@ -98,11 +96,11 @@ def said_by_processes(environments: list[dict[str, str] | None], model: str, fol
         for rank, environment in enumerate(environments)
     ]
     try:
-        port, *others = [process.stdout.readline() for process in processes]
+        rendezvous, *others = [process.stdout.readline() for process in processes]
         assert others == ["ready\n"] * (ranks - 1)
         started = time.monotonic()
         for process in processes:
-            process.stdin.write(port)
+            process.stdin.write(rendezvous)
             process.stdin.flush()
         errors = [process.communicate(timeout=30)[1] for process in processes]
         assert time.monotonic() - started < 10
@@ -146,6 +144,15 @@ def test_variables_are_alike_where_they_change_what_is_sent():
         "NCCL_IB_ROCE_VERSION_NUM": "2",
         "NVSHMEM_SYMMETRIC_SIZE": "1G",
         "TORCH_NCCL_CUDA_EVENT_CACHE": "0",
+        "TORCH_NCCL_DESYNC_DEBUG": "1",
+        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+        "TORCH_GLOO_LAZY_INIT": "1",
+        "GLOO_DEVICE_TRANSPORT": "TCP",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "NVIDIA_TF32_OVERRIDE": "0",
+        "TRITON_INTERPRET": "1",
     }
     own = dict.fromkeys(("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NVSHMEM_HCA_LIST"), "of one node")
     own |= dict.fromkeys(("NCCL_DEBUG", "NCCL_DEBUG_FILE", "FLASHINFER_WORKSPACE_BASE", "CUTE_DSL_LOG_LEVEL"), "of one")
@@ -156,25 +163,44 @@ def test_variables_are_alike_where_they_change_what_is_sent():
         "CUTE_DSL_LIBS": "/venv/lib",
         "FLASHINFER_NVCC": "/nvcc",
     }
+    own |= {"TORCHELASTIC_RUN_ID": "4", "TORCH_LOGS": "all", "TORCH_CPP_LOG_LEVEL": "INFO", "TORCH_HOME": "/torch"}
+    own |= {"TRITON_SERVICE_HOST": "192.0.2.9", "TRITON_PORT": "tcp://192.0.2.9:80", "TRITON_PORT_80_TCP_PROTO": "tcp"}
+    own |= {"NVIDIA_VISIBLE_DEVICES": "GPU-7", "MKL_NUM_THREADS": "3", "NVIDIA_PRODUCT_NAME": "PyTorch"}
     own |= {"PATH": "/bin", "HF_HOME": "/models", "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "3"}
-    assert variables_alike(own) == "none"
-    assert variables_alike(own | decisive) == " ".join(f"{name}={decisive[name]}" for name in sorted(decisive))
+    assert variables_alike(own) == ""
+    assert variables_alike(own | decisive) == "\n".join(f"{name}={decisive[name]}" for name in sorted(decisive))
+
+
+def test_of_variables_that_differ_those_alone_are_said(tiny_moe):
+    common = {"CUDA_MODULE_LOADING": "LAZY", "NCCL_PROTO": "LL"}
+    facts = [
+        facts_of(inspect_model(tiny_moe), False, environment={**common, **own}) for own in ({}, {"NCCL_ALGO": "T"})
+    ]
+    for error in said_about(facts):
+        assert re.search(r"\(environment\) differs \(none: rank 0 on [^;]*; NCCL_ALGO=T: rank 1 on [^;]*\)", error), (
+            error
+        )
 
 
 def said_to_ranks(specs: list[ModelSpec], drivers_code: str = "") -> list[str]:
+    """What each rank is told that starts from this model; see `said_about`."""
+    return said_about([facts_of(spec, True, drivers_code) for spec in specs])
+
+
+def said_about(facts: list[tuple[Fact, ...]]) -> list[str]:
     """What each rank is told as all show each other what they start from, over a real store; empty: nothing differs."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
 
     def start(rank: int) -> str:
         own = store if rank == 0 else dist.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=20))
         try:
-            require_same_start(own, rank, len(specs), facts_of(specs[rank], True, drivers_code), 20.0)
+            require_same_start(own, rank, len(facts), facts[rank], 20.0)
         except GeometryError as error:
             return str(error)
         return ""
 
-    with ThreadPoolExecutor(len(specs)) as threads:
-        return list(threads.map(start, range(len(specs))))
+    with ThreadPoolExecutor(len(facts)) as threads:
+        return list(threads.map(start, range(len(facts))))
 
 
 def changed_copy(model: str, folder: Path, change: Callable[[Path], None]) -> ModelSpec:

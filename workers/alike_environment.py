@@ -2,8 +2,12 @@
 
 The launching process passes its own on to every rank, but a variable that some node sets, and the launching process
 does not, stays as it is there: NCCL, say, would take another algorithm on that node's ranks, and the others would wait.
+
+Whole families are compared, so that a variable of a later version is among them, less what may differ for a reason.
+Names with DEBUG are compared as well: some make ranks exchange more (`TORCH_DISTRIBUTED_DEBUG=DETAIL`).
 """
 
+import re
 from collections.abc import Mapping
 
 OF_ONE_NODE = (
@@ -12,23 +16,45 @@ OF_ONE_NODE = (
 )
 """How names end that belong to a node's own hardware, its place among others, or its address."""
 
-_PREFIXES = ("NCCL_", "NVSHMEM_", "TORCH_SYMM_MEM_", "TORCH_NCCL_", "FLASHINFER_", "QUACK_", "CUTE_")
-# An adapter's table, where things lie, what an image holds and what is logged: none of it changes what a rank sends.
+SECRET = "TOKEN"
+"""Part of the names of access tokens: they are neither passed on nor shown."""
+
+_FAMILIES = (
+    *("TORCH", "PYTORCH_", "GLOO_", "NCCL_", "NVSHMEM_", "UCX_", "UCC_", "FI_"),
+    *("FLASHINFER_", "TRTLLM_", "TLLM_", "TRITON_", "QUACK_", "CUTE_", "CUTEDSL_", "CUTLASS_"),
+    *("CUDA_", "CUBLAS", "CUDNN_", "ATEN_", "MKL_", "DNNL_", "ONEDNN_", "FBGEMM_"),
+)
+_NAMES = ("NVIDIA_TF32_OVERRIDE",)
+# An adapter's table, where things lie, what an image holds and was built from: none of it changes what a rank sends.
 # Base images of CUDA set NCCL_VERSION, which nothing reads; libraries are compared by what is installed.
-_MAY_DIFFER = (
+_MAY_DIFFER_ENDS = (
     *OF_ONE_NODE,
     "_GID_INDEX",
-    *("_DIR", "_PATH", "_FILE", "_BASE", "_HOME", "_PREFIX", "_LIBS", "_NVCC"),
-    "_VERSION",
+    *("_DIR", "_PATH", "_FILE", "_BASE", "_HOME", "_ROOT", "_PREFIX", "_LIBS", "_NVCC", "_BINARY"),
+    *("_VERSION", "_BUILD_NUMBER", "_VISIBLE_DEVICES", "_DEVICE_ORDER"),
+    "_NUM_THREADS",
 )
-_LOGS = ("DEBUG", "_LOG", "_VERBOSE")
+# What is only written down, and what launchers tell the processes that they start: torch reads it where it is asked to
+# meet by the environment, which ranks are not.
+_MAY_DIFFER_BEGINS = (
+    *("NCCL_DEBUG", "NVSHMEM_DEBUG", "NVSHMEM_INFO", "TORCH_SHOW_", "TORCH_SYMBOLIZE_", "TORCH_DISABLE_ADDR2LINE"),
+    *("TORCH_TRACE", "TORCHELASTIC_", "TORCH_ELASTIC_", "CUDA_MPS_", "CUDA_VERSION"),
+)
+_LOGS = ("_LOG", "_VERBOSE", "_VERBOSITY", "_STDERR")
+# Kubernetes tells every container which services there are when it starts, under names made of theirs.
+_SERVICE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)$")
+
+
+def has_to_be_alike(name: str) -> bool:
+    """Whether a variable of this name has to have one value on every rank."""
+    if name not in _NAMES and not name.startswith(_FAMILIES):
+        return False
+    if name.endswith(_MAY_DIFFER_ENDS) or name.startswith(_MAY_DIFFER_BEGINS) or SECRET in name:
+        return False
+    return not any(part in name for part in _LOGS) and _SERVICE.search(name) is None
 
 
 def variables_alike(environment: Mapping[str, str]) -> str:
-    """Names with values of the variables that have to be the same on every rank; `none` where none is set."""
-    found = [f"{name}={value}" for name, value in sorted(environment.items()) if _has_to_be_alike(name)]
-    return " ".join(found) or "none"
-
-
-def _has_to_be_alike(name: str) -> bool:
-    return name.startswith(_PREFIXES) and not name.endswith(_MAY_DIFFER) and not any(part in name for part in _LOGS)
+    """Names with values of the variables that have to be the same on every rank, one a line."""
+    found = (f"{name}={value}" for name, value in sorted(environment.items()) if has_to_be_alike(name))
+    return "\n".join(one.replace("\n", "\\n") for one in found)

@@ -12,7 +12,6 @@ from datetime import timedelta
 from functools import partial
 
 import msgspec
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -44,13 +43,15 @@ from .model import TargetModel
 from .path_choice import PathChoice
 from .paths import loading_path, path_check, path_maker
 from .random_weights import make_random_model
-from .rank_config import LoadReport, RankConfig, ReadFile
-from .rendezvous import wait_for_all
+from .rank_config import LoadReport, RankConfig, ReadFile, Rendezvous
+from .rendezvous import join_store, open_store, wait_for_all
 from .request import ExpertCounts
 from .same_start import facts_of, require_same_start
 from .scheduler import Scheduler
+from .sealed_store import SealedStore
 from .step import StepLoop
 from .trace import RankTrace, StepTrace
+from .transports import unusable_settings
 from .watch import run_watched
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class RankEngine:
         self.outbox = Outbox(config.layout.dp_rank(rank))
         # Ray shows a rank the one GPU it was given, so on GPUs it is always the first.
         self._device = torch.device("cpu") if config.worker.device == "cpu" else torch.device("cuda", 0)
-        self._store: dist.TCPStore | None = None
+        self._store: SealedStore | None = None
         self._loop: StepLoop | None = None
         self._trace = StepTrace(config.worker.trace_steps) if config.worker.trace_steps else None
         self._expert_load: ExpertLoad | None = None
@@ -75,20 +76,27 @@ class RankEngine:
         # The threaded loader holds several tensors at a time; sequential reading keeps a rank's peak near its weights.
         os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
 
-    def open_rendezvous(self, host: str) -> int:
-        """Listen on a free port of `host` and return it; called on rank 0 before any rank joins."""
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
-        return self._store.port
+    def open_rendezvous(self, host: str) -> Rendezvous:
+        """Listen on a free port of `host`, and nowhere else; called on rank 0 before any rank joins.
 
-    def join(self, host: str, port: int, drivers_code: str = "") -> None:
+        Returns:
+            What the others join with; whoever has it can read what ranks tell each other while they start.
+
+        Raises:
+            RankError: `host` is no address of this machine.
+        """
+        self._store, rendezvous = open_store(host, self._timeout)
+        return rendezvous
+
+    def join(self, rendezvous: Rendezvous, drivers_code: str = "") -> None:
         """Form the process groups over the rendezvous that rank 0 opened; collective over all ranks.
 
         Args:
-            host: of the rendezvous.
-            port: of the rendezvous.
+            rendezvous: what rank 0 opened.
             drivers_code: see `facts_of`.
 
         Raises:
+            ConfigError: on every rank, when communication cannot use what the environment of some of them sets.
             GeometryError: on every rank, when some of them run other code, or read another model under the same path.
             RankError: others did not come in time.
         """
@@ -96,9 +104,10 @@ class RankEngine:
         if on_gpu:
             torch.cuda.set_device(self._device)
         if self._store is None:
-            self._store = dist.TCPStore(host, port, is_master=False, timeout=self._timeout)
+            self._store = join_store(rendezvous, self._timeout)
         facts = facts_of(self.config.spec, self.config.weights != "random", drivers_code)
-        require_same_start(self._store, self.rank, layout.world_size, facts, self.config.start_timeout_s)
+        unusable = unusable_settings(os.environ, on_gpu)
+        require_same_start(self._store, self.rank, layout.world_size, facts, self.config.start_timeout_s, unusable)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             store=self._store,
@@ -333,11 +342,3 @@ class RankEngine:
 
 def _peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def gloo_interface(address: str) -> str | None:
-    """The network interface that carries `address`, for Gloo, which otherwise goes by the host's name."""
-    for name, assigned in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in assigned):
-            return name
-    return None

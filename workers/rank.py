@@ -12,7 +12,7 @@ import ray
 from ..dispatch.errors import ExpertPoolError
 from .logs import configure_logs
 from .mailbox import Intake
-from .rank_config import KernelStatus, LoadReport, RankConfig
+from .rank_config import KernelStatus, LoadReport, RankConfig, Rendezvous
 from .request import ExpertCounts, RankOutput
 from .trace import RankTrace
 
@@ -69,11 +69,12 @@ class Rank:
         """Import PyTorch: that takes seconds, from slow storage minutes, in which a constructor would keep the process
         from giving signs of life."""
         # The driver imports this module to name the class; only a rank needs PyTorch.
-        from .engine import RankEngine, gloo_interface
+        from .engine import RankEngine
+        from .transports import GLOO_IFNAME, gloo_interface
 
         interface = gloo_interface(self._address)
         if interface is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault(GLOO_IFNAME, interface)
         self._engine = RankEngine(self._config, self._rank)
         configure_logs(self._pool, self._rank, lambda: self._engine.step, self._config.worker.log_level)
         logger.info("process %d is rank %d", os.getpid(), self._rank)
@@ -88,9 +89,9 @@ class Rank:
             gpu_ids=tuple(context.get_accelerator_ids().get("GPU", [])),
         )
 
-    def open_rendezvous(self) -> tuple[str, int]:
-        """Called on rank 0; the others are told the address and port."""
-        return self._address, self._engine.open_rendezvous(self._address)
+    def open_rendezvous(self) -> Rendezvous:
+        """Called on rank 0; the others are told what it returns."""
+        return self._engine.open_rendezvous(self._address)
 
     def kernels_needed(self) -> tuple[KernelStatus, ...]:
         """On GPUs: what is compiled on first use; see `workers.flashinfer_kernels`."""
@@ -104,8 +105,8 @@ class Rank:
 
         build_kernels(self._config)
 
-    def join(self, host: str, port: int, drivers_code: str) -> None:
-        self._engine.join(host, port, drivers_code)
+    def join(self, rendezvous: Rendezvous, drivers_code: str) -> None:
+        self._engine.join(rendezvous, drivers_code)
 
     def load(self) -> LoadReport:
         return self._engine.load()

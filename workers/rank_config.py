@@ -116,3 +116,20 @@ class LoadReport(msgspec.Struct, frozen=True):
     peak_memory: int
     experts: tuple[str, ...] = ()
     files: tuple[ReadFile, ...] = ()
+
+
+class Rendezvous(msgspec.Struct, frozen=True):
+    """Where ranks meet, and what makes them known to each other there.
+
+    Attributes:
+        host: an address of rank 0's node.
+        port: of it.
+        secret: new for every gang; what ranks leave in the store is sealed with it.
+    """
+
+    host: str
+    port: int
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"Rendezvous({self.host}:{self.port})"

@@ -17,7 +17,7 @@ from datetime import timedelta
 import msgspec
 import torch.distributed as dist
 
-from ..dispatch.errors import CheckpointError, GeometryError
+from ..dispatch.errors import CheckpointError, ConfigError, ExpertPoolError, GeometryError
 from ..dispatch.libraries import versions_of
 from .alike_environment import variables_alike
 from .checkpoint import weight_files
@@ -44,7 +44,7 @@ class Fact(msgspec.Struct, frozen=True):
 
     Attributes:
         what: it is, for messages.
-        value: here.
+        value: here; several lines where it has parts, of which those that differ are said.
         advice: what to do where it differs.
         launched_with: its value where the pool was launched; empty where that is not known.
     """
@@ -58,6 +58,7 @@ class Fact(msgspec.Struct, frozen=True):
 class _Shown(msgspec.Struct, frozen=True):
     host: str
     values: tuple[str, ...]
+    unusable: tuple[str, ...] = ()
 
 
 def facts_of(
@@ -88,7 +89,14 @@ def facts_of(
     return tuple(facts)
 
 
-def require_same_start(store: dist.Store, rank: int, world_size: int, facts: Sequence[Fact], timeout_s: float) -> None:
+def require_same_start(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    facts: Sequence[Fact],
+    timeout_s: float,
+    unusable: Sequence[str] = (),
+) -> None:
     """Show this rank's facts to the others and compare; every rank calls it, and all pass or all raise.
 
     Args:
@@ -97,15 +105,30 @@ def require_same_start(store: dist.Store, rank: int, world_size: int, facts: Seq
         world_size: how many there are.
         facts: in the same order on every rank that runs the same code.
         timeout_s: for the slowest rank, whose storage may be cold; `placement.start_timeout_s`.
+        unusable: what this rank cannot communicate with, each with what to change; see `transports`.
 
     Raises:
         RankError: names the ranks that did not show theirs in time.
+        ConfigError: on every rank alike; names what is unusable, with its ranks and nodes.
         GeometryError: on every rank alike; names each value of the first fact that differs, with its ranks and nodes.
     """
-    own = _Shown(socket.gethostname(), tuple(fact.value for fact in facts))
+    own = _Shown(socket.gethostname(), tuple(fact.value for fact in facts), tuple(unusable))
     encoded = msgspec.json.encode(own).decode()
     told = wait_for_all(store, "start", rank, world_size, timeout_s, encoded, "say what they start from")
     shown = [msgspec.json.decode(one, type=_Shown) for one in told]
+    differs = _what_differs(facts, shown)
+    if problems := [f"rank {other} on {one.host}: {what}" for other, one in enumerate(shown) for what in one.unusable]:
+        error: ExpertPoolError = ConfigError(f"ranks cannot communicate: {'; '.join(problems)}")
+    elif differs is not None:
+        error = GeometryError(f"ranks disagree before a step: {differs}")
+    else:
+        return
+    _stay_until_all_have_read(store, rank, world_size)
+    raise error
+
+
+def _what_differs(facts: Sequence[Fact], shown: Sequence[_Shown]) -> str | None:
+    """The first fact that is not the same everywhere: its values, who holds which, and what to do."""
     for index, fact in enumerate(facts):
         holders: dict[str, list[str]] = {}
         for other, one in enumerate(shown):
@@ -115,9 +138,14 @@ def require_same_start(store: dist.Store, rank: int, world_size: int, facts: Seq
         if fact.launched_with:
             holders.setdefault(fact.launched_with, []).append("where the pool was launched")
         if len(holders) > 1:
-            _stay_until_all_have_read(store, rank, world_size)
-            listed = "; ".join(f"{value}: {', '.join(ranks)}" for value, ranks in holders.items())
-            raise GeometryError(f"ranks disagree before a step: {fact.what} differs ({listed}): {fact.advice}")
+            alike = set.intersection(*(set(value.splitlines()) for value in holders))
+            listed = "; ".join(f"{_parts_but(alike, value)}: {', '.join(ranks)}" for value, ranks in holders.items())
+            return f"{fact.what} differs ({listed}): {fact.advice}"
+    return None
+
+
+def _parts_but(alike: set[str], value: str) -> str:
+    return " ".join(part for part in value.splitlines() if part not in alike) or "none"
 
 
 def digest_of_weights(path: str) -> str:

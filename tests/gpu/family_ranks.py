@@ -218,7 +218,9 @@ def build_early(config: Any) -> None:
 
 def rank_main(config: Any, rank: int, batches: Any, port_file: Path, folder: str, own: Any, go: Any) -> None:
     """Load, say so, wait for this model's turn, and leave the logits in `folder`."""
+    import msgspec
     from expert_pool.workers.engine import RankEngine
+    from expert_pool.workers.rank_config import Rendezvous
 
     started = time.monotonic()
     try:
@@ -227,13 +229,13 @@ def rank_main(config: Any, rank: int, batches: Any, port_file: Path, folder: str
         engine = RankEngine(config, rank)
         if rank == 0:
             partial = port_file.with_suffix(".partial")
-            partial.write_text(str(engine.open_rendezvous("127.0.0.1")))
+            partial.write_bytes(msgspec.json.encode(engine.open_rendezvous("127.0.0.1")))
             partial.rename(port_file)
         while not port_file.exists():
             if time.monotonic() - started > START_TIMEOUT_S:
                 raise RuntimeError(f"rank 0 opened no rendezvous within {START_TIMEOUT_S} s")
             time.sleep(0.1)
-        engine.join("127.0.0.1", int(port_file.read_text()))
+        engine.join(msgspec.json.decode(port_file.read_bytes(), type=Rendezvous))
         engine.load()
         own.send(("ready", f"{time.monotonic() - started:.1f} s after its start"))
         go.wait()

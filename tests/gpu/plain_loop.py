@@ -66,8 +66,8 @@ class PlainRanks:
     def __init__(self, config: RankConfig, requests: list[int], new_tokens: int, profile: bool):
         self._requests = requests
         context = multiprocessing.get_context("spawn")
-        self._ports, self._reports, self._go = context.Queue(), context.Queue(), context.Event()
-        work = (self._ports, self._reports, self._go, requests, new_tokens, profile)
+        self._rendezvouses, self._reports, self._go = context.Queue(), context.Queue(), context.Event()
+        work = (self._rendezvouses, self._reports, self._go, requests, new_tokens, profile)
         self._processes = [
             context.Process(target=_main, args=(config, rank, *work), daemon=True)
             for rank in range(config.layout.world_size)
@@ -110,7 +110,7 @@ class PlainRanks:
 def _main(
     config: RankConfig,
     rank: int,
-    ports: Any,
+    rendezvouses: Any,
     reports: Any,
     go: Any,
     requests: list[int],
@@ -121,7 +121,7 @@ def _main(
     os.environ["CUDA_VISIBLE_DEVICES"] = visible[gpu_of(rank)]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        engine = _loaded_engine(config, rank, ports, reports)
+        engine = _loaded_engine(config, rank, rendezvouses, reports)
         go.wait()
         record_what_all_can(engine)
         for count in requests:
@@ -135,16 +135,16 @@ def _main(
         time.sleep(5)  # the queue's thread sends it
 
 
-def _loaded_engine(config: RankConfig, rank: int, ports: Any, reports: Any) -> RankEngine:
+def _loaded_engine(config: RankConfig, rank: int, rendezvouses: Any, reports: Any) -> RankEngine:
     started = time.perf_counter()
     engine = RankEngine(config, rank)
     if rank == 0:
-        port = engine.open_rendezvous("127.0.0.1")
+        rendezvous = engine.open_rendezvous("127.0.0.1")
         for _ in range(config.layout.world_size - 1):
-            ports.put(port)
+            rendezvouses.put(rendezvous)
     else:
-        port = ports.get(timeout=120)
-    engine.join("127.0.0.1", port)
+        rendezvous = rendezvouses.get(timeout=120)
+    engine.join(rendezvous)
     engine.load()
     if rank == 0:
         reports.put(("said", f"plain ranks: loaded in {time.perf_counter() - started:.1f} s"))

@@ -9,6 +9,7 @@ import ray
 
 def said_by(pid: int, sentence: str, within_s: float = 5.0) -> bool:
     """Whether the rank with this process id logged the sentence; its process may be gone, its log stays."""
+    sentence = sentence.replace("\\", "\\\\").replace('"', '\\"')  # as log lines quote what they hold
     folder = ray._private.worker._global_node.get_logs_dir_path()
     deadline = time.monotonic() + within_s
     while True:

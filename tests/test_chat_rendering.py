@@ -1,6 +1,7 @@
 """Chat templates run where they can be ended: what they may take of time, memory and size is bounded."""
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -55,9 +56,18 @@ def test_threads_get_each_their_own_answer_from_one_process(renderer):
     assert texts == [f"{chat[0]['content']}!" for chat in chats]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Workers of pytest-xdist take no notice of interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_a_template_runs_ends_it(renderer):
     others = set(psutil.Process().children())
-    threading.Timer(1.0, lambda: os.kill(os.getpid(), 2)).start()
+    threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         renderer.render(ENDLESS, USER, {})
     assert not set(psutil.Process().children()) - others

@@ -39,11 +39,11 @@ from expert_pool.dispatch.paths.path import DispatchedPath
 from expert_pool.graphs.lockstep import LockstepRank
 from expert_pool.graphs.plan import plan_captures
 from expert_pool.workers.agreement import Agreement, Proposal, StateReader
-from expert_pool.workers.exchange_sizes import budget_for
 from expert_pool.workers.graph_set import frozen_facts
-from expert_pool.workers.inspection import inspect_model
+from expert_pool.workers.model.inspection import inspect_model
+from expert_pool.workers.path_selection.exchange_sizes import budget_for
 from expert_pool.workers.rank_config import RankConfig
-from expert_pool.workers.scheduler import BatchKind
+from expert_pool.workers.scheduling.scheduler import BatchKind
 
 MODEL = str(Path(__file__).resolve().parent.parent / "examples" / "tiny_moe")
 WARM_UP = 50

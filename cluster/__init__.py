@@ -1,5 +1,6 @@
 """The driver side: configuration, placement, the driver actor, the Python API and the command line."""
 
+from ..dispatch.budgets.limits import Limits
 from ..dispatch.errors import (
     CheckpointError,
     ConfigError,
@@ -10,13 +11,12 @@ from ..dispatch.errors import (
     PlacementError,
     RankError,
 )
-from ..dispatch.limits import Limits
-from ..dispatch.tuning import TableRow, Tuning
+from ..dispatch.paths.tuning import TableRow, Tuning
 from ..workers.config import CacheConfig, WorkerConfig
 from ..workers.request import RankStats, SamplingParams
 from .config import PlacementConfig, PoolConfig, load_config
+from .driver.recovery import RecoveryConfig
 from .pool import ExpertPool, PoolCompletion
-from .recovery import RecoveryConfig
 
 __all__ = [
     "CacheConfig",

@@ -1,5 +1,5 @@
 """`python -m expert_pool.cluster`: the command line where no script of it is on the PATH."""
 
-from .cli import main
+from .cli.commands import main
 
 main(prog_name="expert-pool")

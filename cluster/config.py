@@ -7,16 +7,16 @@ from typing import Any
 
 import msgspec
 
-from ..dispatch.budget import dispatch_capacity
-from ..dispatch.capacity import CAPACITY_VARIABLE, budget_problems
+from ..dispatch.budgets.budget import dispatch_capacity
+from ..dispatch.budgets.capacity import CAPACITY_VARIABLE, budget_problems
+from ..dispatch.budgets.layout import Layout
+from ..dispatch.budgets.limits import DispatchKind, ExpertsKind, Limits, QuantisationKind
+from ..dispatch.dispatchers.flashinfer_workspace import top_k_problem
 from ..dispatch.errors import ConfigError
 from ..dispatch.experts.pair_budget import CUTEDSL_SIZE_ALIGNMENT
 from ..dispatch.experts.widths import width_problem
-from ..dispatch.layout import Layout
-from ..dispatch.limits import DispatchKind, ExpertsKind, Limits, QuantisationKind
 from ..dispatch.paths.table import shape_of, table_problems
-from ..dispatch.tuning import Tuning
-from ..dispatch.workspace import top_k_problem
+from ..dispatch.paths.tuning import Tuning
 from ..workers.config import (
     MAX_SECONDS,
     CacheConfig,
@@ -26,11 +26,11 @@ from ..workers.config import (
     WeightsName,
     WorkerConfig,
 )
-from ..workers.model_spec import ModelSpec
+from ..workers.model.spec import ModelSpec
 from ..workers.rank_config import RankConfig
 from ..workers.request import SamplingParams
 from .decoding import decode, read_mapping
-from .recovery import RecoveryConfig
+from .driver.recovery import RecoveryConfig
 
 _LABEL = re.compile(r"([A-Za-z0-9][A-Za-z0-9.-]*/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 

@@ -12,9 +12,9 @@ import ray
 from ray.exceptions import RayTaskError
 
 from ..dispatch.errors import ConfigError, DriverRestartError, RankError
+from ..workers.observing.trace import RankTrace
 from ..workers.rank_config import RankConfig
 from ..workers.request import Completion, FinishReason, RankStats, SamplingParams
-from ..workers.trace import RankTrace
 from .arguments import (
     list_of_prompts,
     number_of_ranks,
@@ -24,17 +24,17 @@ from .arguments import (
     sampling_of_each,
 )
 from .config import PoolConfig, checked
-from .driver_handle import DriverGoneError, answer_of, ask, named_driver, new_driver, patient, stream
-from .failure import LOST
-from .home import Home, refuse_to_travel
-from .last_words import ActorWatch
-from .ledger import PoolEvent, Prompt
-from .lifeline import lasting_lifeline_to, lifeline_to
-from .pool_status import PoolStatus
-from .same_code import own_code, require_same_code
-from .session import connect_ray, join_ray, leave_ray
-from .tokens import AnyPrompt, load_tokenizer, needs_tokenizer, tokenize
-from .validation import validate
+from .driver.handle import DriverGoneError, answer_of, ask, named_driver, new_driver, patient, stream
+from .driver.lifeline import lasting_lifeline_to, lifeline_to
+from .driver.pool_status import PoolStatus
+from .driver.same_code import own_code, require_same_code
+from .planning.validation import validate
+from .ranks.failure import LOST
+from .ranks.last_words import ActorWatch
+from .ray_session.home import Home, refuse_to_travel
+from .ray_session.session import connect_ray, join_ray, leave_ray
+from .requests.ledger import PoolEvent, Prompt
+from .requests.tokens import AnyPrompt, load_tokenizer, needs_tokenizer, tokenize
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class ExpertPool:
         holds_ray = connect_ray(config, report, must_exist=detached)
         try:
             if holds_ray:  # then all ranks are on this machine
-                from ..workers.host_memory import refuse_beyond_host
+                from ..workers.start.host_memory import refuse_beyond_host
 
                 refuse_beyond_host(rank_config, config.ranks)
             driver = new_driver(config, rank_config, name, has_owner=not detached)
@@ -276,8 +276,8 @@ class ExpertPool:
         return status
 
     def trace(self) -> tuple[RankTrace, ...]:
-        """The last steps of every rank, all on one clock; `cluster.trace_file.TraceFile(path).write` makes a file
-        of them.
+        """The last steps of every rank, all on one clock; `cluster.observing.trace_file.TraceFile(path).write` makes a
+        file of them.
 
         Raises:
             ConfigError: ranks remember none.

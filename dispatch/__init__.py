@@ -1,9 +1,9 @@
 """The ground floor: token limits, step geometry and the movement of tokens between ranks. Knows no Ray."""
 
+from .budgets.geometry import PaddingMode, StepGeometry
+from .budgets.layout import Layout
+from .budgets.limits import DispatchKind, Limits
 from .errors import CheckpointError, ConfigError, ExpertPoolError, GeometryError, PlacementError, RankError
-from .geometry import PaddingMode, StepGeometry
-from .layout import Layout
-from .limits import DispatchKind, Limits
 
 __all__ = [
     "CheckpointError",

@@ -9,13 +9,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation
 
+from .budgets.geometry import StepGeometry
+from .budgets.layout import Layout
 from .collectives import Collectives
-from .contract import INVALID_EXPERT_ID
+from .dispatchers.contract import INVALID_EXPERT_ID
 from .errors import GeometryError
 from .expert_load import ExpertLoad
 from .experts.local_experts import LocalExperts
-from .geometry import StepGeometry
-from .layout import Layout
 from .paths.path import ExpertPath
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ..dispatch.limits import Limits, step_widths
+from ..dispatch.budgets.limits import Limits, step_widths
 
 KindName = Literal[
     "decode",

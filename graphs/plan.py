@@ -4,8 +4,8 @@ import zlib
 
 import msgspec
 
-from ..dispatch.buckets import decode_buckets, piecewise_buckets
-from ..dispatch.limits import Limits
+from ..dispatch.budgets.buckets import decode_buckets, piecewise_buckets
+from ..dispatch.budgets.limits import Limits
 from .kinds import KINDS, configured_kinds
 
 

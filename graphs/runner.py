@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..dispatch.budgets.geometry import StepGeometry
+from ..dispatch.budgets.layout import Layout
 from ..dispatch.collective_call import CollectiveCall
 from ..dispatch.collectives import Collectives
 from ..dispatch.errors import GeometryError
-from ..dispatch.geometry import StepGeometry
-from ..dispatch.layout import Layout
 from .backend import CaptureBackend, RecordedGraph
 from .kinds import GraphKind
 from .plan import CaptureEntry

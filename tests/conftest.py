@@ -21,7 +21,7 @@ import pytest
 import ray
 import torch
 from click.testing import CliRunner
-from expert_pool.cluster.cli import main
+from expert_pool.cluster.cli.commands import main
 from models import ALL_FAMILIES, save_random_model
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer

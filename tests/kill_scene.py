@@ -25,7 +25,7 @@ from expert_pool.cluster import (
     SamplingParams,
     WorkerConfig,
 )
-from expert_pool.cluster.driver_handle import get_answer
+from expert_pool.cluster.driver.handle import get_answer
 from kill_report import Row
 from rank_faults import dies_recording, ends_at_step, inject
 from ray.util.placement_group import placement_group_table

@@ -21,8 +21,8 @@ from expert_pool.cluster.config import PoolConfig, resolve
 from expert_pool.dispatch.errors import ExpertPoolError
 from expert_pool.graphs.plan import plan_captures
 from expert_pool.workers.engine import RankEngine
-from expert_pool.workers.inspection import inspect_model
 from expert_pool.workers.mailbox import Intake
+from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.rank_config import RankConfig, Rendezvous
 from expert_pool.workers.request import Completion, RankStats, Request, SamplingParams
 

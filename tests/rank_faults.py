@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 import torch
-from expert_pool.dispatch.exchange import ExchangeBuffers
-from expert_pool.dispatch.geometry import PaddingMode, StepGeometry
+from expert_pool.dispatch.budgets.geometry import PaddingMode, StepGeometry
+from expert_pool.dispatch.dispatchers.exchange import ExchangeBuffers
 from expert_pool.graphs.plan import CaptureEntry, CapturePlan
 from expert_pool.workers.agreement import StateReader
 from expert_pool.workers.engine import RankEngine

@@ -10,7 +10,7 @@ from expert_pool.graphs.report import GraphReport
 from expert_pool.workers.agreement import StepPlan
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.mailbox import Inbox, Intake
-from expert_pool.workers.model import TargetModel
+from expert_pool.workers.model.target import TargetModel
 from expert_pool.workers.request import Request, SamplingParams
 
 

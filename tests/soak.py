@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import psutil
 from expert_pool.cluster import ExpertPool
-from expert_pool.cluster.driver_handle import get_answer
+from expert_pool.cluster.driver.handle import get_answer
 from kill_scene import Left, config_of, load_of, ray_session
 from models import save_random_model
 

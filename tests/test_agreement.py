@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from expert_pool.cluster import GeometryError, Limits, PoolConfig
 from expert_pool.cluster.config import resolve
-from expert_pool.dispatch.geometry import PaddingMode
-from expert_pool.dispatch.layout import Layout
+from expert_pool.dispatch.budgets.geometry import PaddingMode
+from expert_pool.dispatch.budgets.layout import Layout
 from expert_pool.graphs.lockstep import LockstepRank
 from expert_pool.graphs.plan import CaptureEntry, CapturePlan, plan_captures
 from expert_pool.graphs.record import differences
@@ -24,8 +24,8 @@ from expert_pool.workers.agreement import (
     choose_graph,
     derive_plan,
 )
-from expert_pool.workers.inspection import inspect_model
-from expert_pool.workers.scheduler import BatchKind
+from expert_pool.workers.model.inspection import inspect_model
+from expert_pool.workers.scheduling.scheduler import BatchKind
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_ranks import run_on_ranks

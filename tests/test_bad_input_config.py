@@ -9,9 +9,9 @@ import ray
 import torch
 from click.testing import CliRunner
 from expert_pool.cluster import ConfigError, ExpertPool, PoolConfig, WorkerConfig
-from expert_pool.cluster.cli import main
+from expert_pool.cluster.cli.commands import main
 from expert_pool.cluster.config import checked, load_config
-from expert_pool.cluster.recovery import RecoveryConfig
+from expert_pool.cluster.driver.recovery import RecoveryConfig
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_an_address_where_no_cluster_answers(address, refused, prompts_file, ran
 @pytest.mark.parametrize("answer", [None, b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["silent", "http"])
 def test_an_address_where_something_else_listens(answer, refused, prompts_file, random_models, tmp_path, monkeypatch):
     """Ray would wait for minutes."""
-    monkeypatch.setattr("expert_pool.cluster.session._CONNECT_S", 1.0)
+    monkeypatch.setattr("expert_pool.cluster.ray_session.session._CONNECT_S", 1.0)
     prompts = prompts_file({"prompt_token_ids": [5]})
     with socket.create_server(("127.0.0.1", 0)) as server:
         if answer is not None:

@@ -23,9 +23,9 @@ import pytest
 import ray
 from click.testing import CliRunner
 from expert_pool.cluster import PoolConfig
-from expert_pool.cluster.cli import main
-from expert_pool.cluster.output import open_output
-from expert_pool.cluster.output_line import OutputLine
+from expert_pool.cluster.cli.commands import main
+from expert_pool.cluster.cli.output import open_output
+from expert_pool.cluster.cli.output_line import OutputLine
 
 DEADLINE_S, MOST_LINES = 20, 3
 WRONG: tuple[Any, ...] = (
@@ -154,7 +154,7 @@ def processes_marked(mark: str) -> list[psutil.Process]:
 def test_a_refused_command_leaves_no_process(file, path, value, tmp_path):
     case, mark = Case(tmp_path, file, path, value), uuid.uuid4().hex
     ended = subprocess.run(
-        [sys.executable, "-c", "from expert_pool.cluster.cli import main; main()", *case.arguments],
+        [sys.executable, "-c", "from expert_pool.cluster.cli.commands import main; main()", *case.arguments],
         env={**os.environ, "EXPERT_POOL_TEST_MARK": mark},
         capture_output=True,
         text=True,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from expert_pool.workers import inspection
-from expert_pool.workers.checkpoint import check_weights, weight_files
-from expert_pool.workers.inspection import inspect_model
+from expert_pool.workers.model import inspection
+from expert_pool.workers.model.checkpoint import check_weights, weight_files
+from expert_pool.workers.model.inspection import inspect_model
 from models import COMMON, FAMILIES
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -463,7 +463,7 @@ def test_a_config_that_has_fewer_experts_than_the_files(said_of, copied):
 
 def test_plan_says_what_generate_would_refuse(copied):
     from click.testing import CliRunner
-    from expert_pool.cluster.cli import main
+    from expert_pool.cluster.cli.commands import main
 
     folder = copied()
     change_weights(folder, lambda weights: weights.pop("lm_head.weight"))

@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 from expert_pool.cluster import ConfigError, SamplingParams
-from expert_pool.cluster.output import open_output
-from expert_pool.cluster.output_line import OutputLine
-from expert_pool.cluster.prompts import PromptEntry, read_prompts
-from expert_pool.cluster.tokens import Chat, Message
+from expert_pool.cluster.cli.output import open_output
+from expert_pool.cluster.cli.output_line import OutputLine
+from expert_pool.cluster.cli.prompts import PromptEntry, read_prompts
+from expert_pool.cluster.requests.tokens import Chat, Message
 
 DEFAULTS = SamplingParams(max_new_tokens=7, temperature=0.5)
 USER = {"role": "user", "content": "x"}

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 import torch
 from expert_pool.cluster.config import PoolConfig, load_config, refuse_unbuilt, resolve
-from expert_pool.dispatch.buckets import decode_buckets, piecewise_buckets
-from expert_pool.dispatch.budget import (
+from expert_pool.dispatch.budgets.buckets import decode_buckets, piecewise_buckets
+from expert_pool.dispatch.budgets.budget import (
     Bound,
     RowFormat,
     capacity_bound,
@@ -21,14 +21,14 @@ from expert_pool.dispatch.budget import (
     needed_capacity,
     required_dispatch_tokens,
 )
-from expert_pool.dispatch.capacity import CAPACITY_VARIABLE, budget_problems
+from expert_pool.dispatch.budgets.capacity import CAPACITY_VARIABLE, budget_problems
+from expert_pool.dispatch.budgets.layout import Layout
+from expert_pool.dispatch.budgets.limits import Limits, step_widths, tokens_per_request
+from expert_pool.dispatch.dispatchers.exchange import ExchangeBuffers, hidden_of, packed_rows
+from expert_pool.dispatch.dispatchers.flashinfer_alltoall import links_for
+from expert_pool.dispatch.dispatchers.flashinfer_workspace import flashinfer_workspace_bytes
 from expert_pool.dispatch.errors import ConfigError
-from expert_pool.dispatch.exchange import ExchangeBuffers, hidden_of, packed_rows
-from expert_pool.dispatch.flashinfer_a2a import links_for
-from expert_pool.dispatch.layout import Layout
-from expert_pool.dispatch.limits import Limits, step_widths, tokens_per_request
-from expert_pool.dispatch.workspace import flashinfer_workspace_bytes
-from expert_pool.workers.model_spec import AttentionShape, ModelSpec, MoeShape
+from expert_pool.workers.model.spec import AttentionShape, ModelSpec, MoeShape
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -29,8 +29,8 @@ from expert_pool.cluster import (
     SamplingParams,
     WorkerConfig,
 )
-from expert_pool.cluster.capture import CaptureOutcome
-from expert_pool.cluster.driver_handle import get_answer, named_driver
+from expert_pool.cluster.driver.handle import get_answer, named_driver
+from expert_pool.cluster.ranks.capture import CaptureOutcome
 from expert_pool.dispatch.errors import ExpertPoolError
 from expert_pool.graphs.plan import CaptureEntry, CapturePlan, plan_captures
 from expert_pool.workers.engine import RankEngine
@@ -270,11 +270,11 @@ class KeepingHandler(logging.Handler):
 
 def keep_warnings(driver: Any) -> None:
     driver.kept = KeepingHandler()
-    logging.getLogger("expert_pool.cluster.capture").addHandler(driver.kept)
+    logging.getLogger("expert_pool.cluster.ranks.capture").addHandler(driver.kept)
 
 
 def kept_warnings(driver: Any) -> list[str]:
-    logging.getLogger("expert_pool.cluster.capture").removeHandler(driver.kept)
+    logging.getLogger("expert_pool.cluster.ranks.capture").removeHandler(driver.kept)
     return driver.kept.messages
 
 

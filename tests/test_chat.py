@@ -10,8 +10,8 @@ import pytest
 import ray
 from click.testing import CliRunner
 from expert_pool.cluster import ConfigError, ExpertPool, Limits, PoolConfig, SamplingParams
-from expert_pool.cluster.cli import main
-from expert_pool.cluster.tokens import tokenize
+from expert_pool.cluster.cli.commands import main
+from expert_pool.cluster.requests.tokens import tokenize
 from transformers import AutoTokenizer
 
 QUESTION = [{"role": "user", "content": "What is a generator?"}]

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 from expert_pool.cluster import ConfigError
-from expert_pool.cluster.chat_rendering import ChatRenderer
+from expert_pool.cluster.requests.chat_rendering import ChatRenderer
 
 USER = [{"role": "user", "content": "x"}]
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

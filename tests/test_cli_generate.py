@@ -16,8 +16,8 @@ import psutil
 import pytest
 import ray
 from click.testing import CliRunner
-from expert_pool.cluster import cli
-from expert_pool.cluster.cli import main
+from expert_pool.cluster.cli import commands as cli
+from expert_pool.cluster.cli.commands import main
 
 START_S, EXIT_S = 90.0, 45.0
 
@@ -33,7 +33,7 @@ class Run:
         # A suite that was started in the background has interrupts ignored, and so would its children.
         program = (
             "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-            "from expert_pool.cluster.cli import main; main()"
+            "from expert_pool.cluster.cli.commands import main; main()"
         )
         self.process = subprocess.Popen(
             [sys.executable, "-c", program, "generate", *arguments],

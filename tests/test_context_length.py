@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from conftest import Reference
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig
-from expert_pool.workers.inspection import inspect_model
+from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.request import SamplingParams
 from models import FAMILIES, VOCAB_SIZE, save_random_model
 from plain_ranks import PlainRanks

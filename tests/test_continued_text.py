@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from expert_pool.workers.request import Completion, Request, SamplingParams
-from expert_pool.workers.running_request import RunningRequest
+from expert_pool.workers.scheduling.sequence import RunningRequest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers

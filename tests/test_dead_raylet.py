@@ -11,7 +11,7 @@ from waiting import holds_in_time
 
 pytestmark = pytest.mark.long
 
-COMMAND = "from expert_pool.cluster.cli import main; main()"
+COMMAND = "from expert_pool.cluster.cli.commands import main; main()"
 
 
 def named(family: Callable[[], list[psutil.Process]], *starts: str) -> list[psutil.Process]:

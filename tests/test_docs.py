@@ -11,8 +11,8 @@ import pytest
 import ray
 from click.testing import CliRunner
 from expert_pool.cluster import PoolConfig, load_config
-from expert_pool.cluster.cli import main
-from expert_pool.cluster.validation import validate
+from expert_pool.cluster.cli.commands import main
+from expert_pool.cluster.planning.validation import validate
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "CONTRIBUTING.md")
@@ -158,7 +158,12 @@ def test_options_in_a_document_are_options_of_the_command_line(document):
 
 
 def test_values_named_for_a_setting_are_its_values():
-    from expert_pool.dispatch.limits import DisaggregationMode, DispatchKind, ExpertsKind, SpeculativeAlgorithm
+    from expert_pool.dispatch.budgets.limits import (
+        DisaggregationMode,
+        DispatchKind,
+        ExpertsKind,
+        SpeculativeAlgorithm,
+    )
 
     rows = dict(re.findall(r"^\| `([a-z_.]+)` \| [^|]+ \| ([^|]+) \|$", text_of("README.md"), re.MULTILINE))
     for name, kind in (

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig
-from expert_pool.dispatch.geometry import StepGeometry
+from expert_pool.dispatch.budgets.geometry import StepGeometry
 from expert_pool.graphs.plan import CaptureEntry, plan_captures
+from expert_pool.workers.attention.kv_cache import PADDING_BLOCK, PADDING_SLOT, KvCache
 from expert_pool.workers.engine import RankEngine
-from expert_pool.workers.kv_cache import PADDING_BLOCK, PADDING_SLOT, KvCache
 from models import VOCAB_SIZE
 from plain_ranks import RankGang
 from rank_insides import target_of

@@ -27,7 +27,7 @@ from expert_pool.cluster import (
     RecoveryConfig,
     SamplingParams,
 )
-from expert_pool.cluster.driver_handle import NAMESPACE
+from expert_pool.cluster.driver.handle import NAMESPACE
 from models import replace_weights
 from ray.experimental import internal_kv
 from ray.util.placement_group import placement_group_table

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from expert_pool.cluster.environment import is_passed
-from expert_pool.workers import transports
-from expert_pool.workers.alike_environment import has_to_be_alike
+from expert_pool.cluster.ranks.environment import is_passed
+from expert_pool.workers.start import transports
+from expert_pool.workers.start.alike_environment import has_to_be_alike
 from plain_ranks import said_by_joining
 
 FULL_MATRIX = "EXPERT_POOL_FULL_MATRIX" in os.environ

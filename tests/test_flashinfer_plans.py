@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from expert_pool.workers.flashinfer_attention import partial_bytes
-from expert_pool.workers.model_spec import AttentionShape
+from expert_pool.workers.attention.flashinfer_attention import partial_bytes
+from expert_pool.workers.model.spec import AttentionShape
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -17,8 +17,8 @@ pytest.importorskip("triton", reason="Triton is not installed; `make test-kernel
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels are interpreted with TRITON_INTERPRET=1: `make test-kernels`", allow_module_level=True)
 
-from expert_pool.workers.fused_layers import fuse_rotary, fuse_routers
-from expert_pool.workers.small_kernels import choose_experts, rotate
+from expert_pool.workers.kernels.fused_layers import fuse_rotary, fuse_routers
+from expert_pool.workers.kernels.small_kernels import choose_experts, rotate
 
 FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3"]
 ROUTER_FAMILIES = {"qwen3_moe": True, "mixtral": True, "olmoe": True, "gpt_oss": False, "deepseek_v3": False}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from expert_pool.workers.fused_norms import fuse_norms
+from expert_pool.workers.kernels.fused_norms import fuse_norms
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm

@@ -9,10 +9,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 from expert_pool.cluster import ConfigError, PoolConfig, SamplingParams
-from expert_pool.cluster.cli import main
+from expert_pool.cluster.cli.commands import main
 from expert_pool.cluster.config import resolve
-from expert_pool.cluster.validation import validate
-from expert_pool.workers.generation_settings import (
+from expert_pool.cluster.planning.validation import validate
+from expert_pool.workers.model.generation_settings import (
     APPLIED,
     OFFERED,
     SAMPLING,
@@ -20,7 +20,7 @@ from expert_pool.workers.generation_settings import (
     UNSUPPORTED_SAMPLING,
     WITHOUT_EFFECT,
 )
-from expert_pool.workers.inspection import inspect_model
+from expert_pool.workers.model.inspection import inspect_model
 from plain_ranks import PlainRanks
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation import GenerationMode, StoppingCriteriaList

@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 import torch
 from expert_pool.cluster import CacheConfig, GeometryError, Limits, PoolConfig, SamplingParams
-from expert_pool.dispatch.budget import (
+from expert_pool.dispatch.budgets.budget import (
     ExchangeBudget,
     RowFormat,
     dispatch_capacity,
     exchange_budget,
     largest_forward,
 )
-from expert_pool.dispatch.experts.local_experts import LocalExperts
-from expert_pool.dispatch.experts.torch_experts import routed_pairs
-from expert_pool.dispatch.geometry import (
+from expert_pool.dispatch.budgets.geometry import (
     PaddingMode,
     StepGeometry,
     choose_padding_mode,
@@ -27,7 +25,9 @@ from expert_pool.dispatch.geometry import (
     scatter_sizes,
     set_dp_buffer_lengths,
 )
-from expert_pool.dispatch.layout import Layout
+from expert_pool.dispatch.budgets.layout import Layout
+from expert_pool.dispatch.experts.local_experts import LocalExperts
+from expert_pool.dispatch.experts.torch_experts import routed_pairs
 from expert_pool.dispatch.paths.maker import make_dispatcher
 from expert_pool.workers.engine import RankEngine
 from hypothesis import given

@@ -9,11 +9,11 @@ import pytest
 import ray
 from click.testing import CliRunner
 from expert_pool.cluster import CacheConfig, ConfigError, ExpertPool, PlacementConfig, PoolConfig, WorkerConfig
-from expert_pool.cluster.cli import main
+from expert_pool.cluster.cli.commands import main
+from expert_pool.cluster.cli.plan_report import PlanReport, plan_pool
 from expert_pool.cluster.config import load_config
-from expert_pool.cluster.gpu_memory import smallest_fit
-from expert_pool.cluster.plan_report import PlanReport, plan_pool
-from expert_pool.workers import inspection
+from expert_pool.cluster.planning.gpu_memory import smallest_fit
+from expert_pool.workers.model import inspection
 
 RAY_CONFIGS = Path(__file__).resolve().parent.parent / "ray_configs"
 H200_BYTES = 141 * 10**9

@@ -11,10 +11,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from expert_pool.cluster.kernels import builders, prepare_kernels
+from expert_pool.cluster.ranks.kernels import builders, prepare_kernels
 from expert_pool.dispatch.errors import GeometryError, KernelError, RankError
 from expert_pool.graphs.cuda import refusing_violations, violation
-from expert_pool.workers.flashinfer_kernels import build_failure
+from expert_pool.workers.kernels.flashinfer_kernels import build_failure
 from expert_pool.workers.rank import RankPlace
 from expert_pool.workers.rank_config import KernelStatus
 

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import ray
 from expert_pool.cluster import ExpertPool, ExpertPoolError, SamplingParams
-from expert_pool.cluster.driver_handle import get_answer
+from expert_pool.cluster.driver.handle import get_answer
 from kill_report import Row, case
 from kill_scene import NOTHING, Left, beyond, config_of, load_of, rank_processes, ray_session
 

@@ -6,21 +6,16 @@ import msgspec
 import pytest
 import torch
 from expert_pool.cluster import CacheConfig, ConfigError, Limits, PoolConfig, WorkerConfig
+from expert_pool.cluster.cli.plan_report import plan_pool
 from expert_pool.cluster.config import resolve
-from expert_pool.cluster.plan_report import plan_pool
-from expert_pool.dispatch.budget import largest_step
+from expert_pool.dispatch.budgets.budget import largest_step
 from expert_pool.graphs.lockstep import LockstepRank
 from expert_pool.graphs.plan import CaptureEntry, plan_captures
 from expert_pool.graphs.record import differences
 from expert_pool.graphs.runner import FrozenFacts
-from expert_pool.workers import sampler
 from expert_pool.workers.agreement import Agreement, StateReader
-from expert_pool.workers.attention import SdpaAttention
-from expert_pool.workers.engine import RankEngine
-from expert_pool.workers.graph_set import RecordingMeans, activation_bytes
-from expert_pool.workers.inspection import inspect_model
-from expert_pool.workers.kv_cache import PADDING_BLOCK, BlockAllocator, KvCache
-from expert_pool.workers.kv_sizing import (
+from expert_pool.workers.attention.kv_cache import PADDING_BLOCK, BlockAllocator, KvCache
+from expert_pool.workers.attention.kv_sizing import (
     GRAPH_BYTES,
     MemoryReading,
     agree_on_blocks,
@@ -32,7 +27,12 @@ from expert_pool.workers.kv_sizing import (
     least_blocks,
     run_largest_step,
 )
+from expert_pool.workers.attention.paged import SdpaAttention
+from expert_pool.workers.engine import RankEngine
+from expert_pool.workers.graph_set import RecordingMeans, activation_bytes
+from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.rank_config import RankConfig
+from expert_pool.workers.scheduling import sampler
 from hypothesis import given
 from hypothesis import strategies as st
 from models import VOCAB_SIZE

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 from expert_pool.cluster import RankError, RankStats, SamplingParams
-from expert_pool.cluster.ledger import Ledger, PoolEvent, Prompt
-from expert_pool.cluster.router import Router
+from expert_pool.cluster.requests.ledger import Ledger, PoolEvent, Prompt
+from expert_pool.cluster.requests.router import Router
 from expert_pool.workers.request import Completion, Progress, RankOutput
 
 PROMPTS = [Prompt((1, 2), SamplingParams(max_new_tokens=9)), Prompt((3,), SamplingParams(max_new_tokens=9))]

@@ -11,7 +11,7 @@ import torch
 from expert_pool.cluster import CacheConfig, Limits, PlacementConfig, PoolConfig, WorkerConfig
 from expert_pool.cluster.config import resolve
 from expert_pool.workers.engine import RankEngine
-from expert_pool.workers.inspection import inspect_model
+from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.rank_config import LoadReport, RankConfig
 from models import COMMON
 from plain_ranks import CONTEXT, DEADLINE_S

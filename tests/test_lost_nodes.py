@@ -15,7 +15,7 @@ import kill_scene
 import pytest
 import ray
 from expert_pool.cluster import ExpertPool, PlacementConfig, PlacementError
-from expert_pool.cluster.driver_handle import get_answer
+from expert_pool.cluster.driver.handle import get_answer
 from kill_report import case
 from kill_scene import Scene, config_of
 from ray.cluster_utils import Cluster

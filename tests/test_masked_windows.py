@@ -4,10 +4,10 @@ import pytest
 import torch
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig
 from expert_pool.dispatch.errors import CheckpointError
+from expert_pool.workers.attention.gathered import GatheredAttention
 from expert_pool.workers.engine import RankEngine
-from expert_pool.workers.gathered_attention import GatheredAttention
-from expert_pool.workers.inspection import inspect_model
-from expert_pool.workers.model_probe import window_of
+from expert_pool.workers.model.inspection import inspect_model
+from expert_pool.workers.model.probe import window_of
 from models import FAMILIES, VOCAB_SIZE, WINDOW_IN_MASK
 from plain_ranks import RankGang
 from rank_insides import Generated, run_script, target_of

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import torch
 from expert_pool.cluster import CacheConfig, ExpertPool, Limits, PoolConfig
-from expert_pool.dispatch.alltoall import AllToAllDispatcher
-from expert_pool.dispatch.contract import Dispatched
+from expert_pool.dispatch.dispatchers.alltoall import AllToAllDispatcher
+from expert_pool.dispatch.dispatchers.contract import Dispatched
 from expert_pool.dispatch.errors import ConfigError
 from expert_pool.dispatch.experts.quack_gemm import GemmTile
 from expert_pool.dispatch.experts.quack_tuning import TileTable, agree_on
@@ -20,15 +20,15 @@ from expert_pool.dispatch.moe_layer import MoeLayer
 from expert_pool.dispatch.paths.maker import PathMaker
 from expert_pool.dispatch.paths.path import ExpertPath
 from expert_pool.dispatch.paths.table import PathName
+from expert_pool.dispatch.paths.tuning import TableRow, Tuning
 from expert_pool.dispatch.probe import HostGroup
-from expert_pool.dispatch.tuning import TableRow, Tuning
 from expert_pool.graphs.backend import StaticReplayBackend
 from expert_pool.graphs.plan import plan_captures
-from expert_pool.workers.calibrate import calibrate
 from expert_pool.workers.engine import RankEngine
-from expert_pool.workers.layer_timer import LayerTimer
-from expert_pool.workers.path_choice import PathChoice, Settled, moe_layers
-from expert_pool.workers.paths import loading_path, path_check, path_maker
+from expert_pool.workers.path_selection.calibration import calibrate
+from expert_pool.workers.path_selection.candidates import loading_path, path_check, path_maker
+from expert_pool.workers.path_selection.layer_timer import LayerTimer
+from expert_pool.workers.path_selection.selection import PathChoice, Settled, moe_layers
 from plain_ranks import RankGang
 from rank_faults import OTHER_TABLE, other_table, replaced
 from rank_insides import path_of, run_script, target_of

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from expert_pool.cluster.tokens import load_tokenizer
+from expert_pool.cluster.requests.tokens import load_tokenizer
 from expert_pool.dispatch.errors import CheckpointError
-from expert_pool.workers.checkpoint import weight_files
-from expert_pool.workers.inspection import inspect_model
+from expert_pool.workers.model.checkpoint import weight_files
+from expert_pool.workers.model.inspection import inspect_model
 
 CODE = """
 from pathlib import Path

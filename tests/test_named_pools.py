@@ -24,10 +24,10 @@ from expert_pool.cluster import (
     PoolConfig,
     RankError,
     SamplingParams,
-    driver_handle,
 )
-from expert_pool.cluster.cli import main
-from expert_pool.cluster.driver_handle import NAMESPACE
+from expert_pool.cluster.cli.commands import main
+from expert_pool.cluster.driver import handle as driver_handle
+from expert_pool.cluster.driver.handle import NAMESPACE
 from ray.util.placement_group import placement_group_table
 from waiting import holds_in_time
 

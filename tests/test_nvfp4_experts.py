@@ -13,8 +13,8 @@ from expert_pool.dispatch.experts.nvfp4_experts import (
     wrapper_settings,
 )
 from expert_pool.dispatch.paths.table import candidate_paths
-from expert_pool.dispatch.tuning import Tuning
-from expert_pool.workers.inspection import inspect_model
+from expert_pool.dispatch.paths.tuning import Tuning
+from expert_pool.workers.model.inspection import inspect_model
 
 SECOND_OF_FOUR = Nvfp4Layer(
     num_experts=16, top_k=3, hidden_size=256, intermediate_size=128, num_local=4, first_expert=4

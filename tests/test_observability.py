@@ -21,20 +21,20 @@ import ray
 import torch
 from click.testing import CliRunner
 from expert_pool.cluster import ExpertPool, Limits, PoolConfig, SamplingParams, WorkerConfig
-from expert_pool.cluster.cli import _Run, main
-from expert_pool.cluster.driver_handle import get_answer
-from expert_pool.cluster.metrics import METRICS, PoolMetrics, imbalance
-from expert_pool.cluster.pool_status import PoolStatus
-from expert_pool.cluster.status_report import print_status
-from expert_pool.cluster.trace_clock import offset_of
-from expert_pool.cluster.trace_file import TraceFile
-from expert_pool.dispatch.layout import Layout
+from expert_pool.cluster.cli.commands import _Run, main
+from expert_pool.cluster.cli.status_report import print_status
+from expert_pool.cluster.driver.handle import get_answer
+from expert_pool.cluster.driver.pool_status import PoolStatus
+from expert_pool.cluster.observing.metrics import METRICS, PoolMetrics, imbalance
+from expert_pool.cluster.observing.trace_clock import offset_of
+from expert_pool.cluster.observing.trace_file import TraceFile
+from expert_pool.dispatch.budgets.layout import Layout
 from expert_pool.workers.engine import RankEngine
-from expert_pool.workers.logs import KeyValueFormatter
+from expert_pool.workers.observing.logs import KeyValueFormatter
+from expert_pool.workers.observing.trace import StepTrace, TraceEvent
 from expert_pool.workers.rank import RankPlace
 from expert_pool.workers.rank_config import LoadReport
 from expert_pool.workers.request import RankStats
-from expert_pool.workers.trace import StepTrace, TraceEvent
 from plain_ranks import run_on_ranks
 from rank_insides import run_script
 from rich.console import Console

@@ -9,10 +9,11 @@ import time
 import fsspec
 import msgspec
 import pytest
-from expert_pool.cluster import ConfigError, ExpertPoolError, object_output
-from expert_pool.cluster.object_output import PartsWriter
-from expert_pool.cluster.output import CompletionWriter, open_output
-from expert_pool.cluster.output_line import OutputLine
+from expert_pool.cluster import ConfigError, ExpertPoolError
+from expert_pool.cluster.cli import object_output
+from expert_pool.cluster.cli.object_output import PartsWriter
+from expert_pool.cluster.cli.output import CompletionWriter, open_output
+from expert_pool.cluster.cli.output_line import OutputLine
 
 
 def line(key: str, num_tokens: int = 2) -> OutputLine:

@@ -4,10 +4,10 @@ from collections import deque
 
 import pytest
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig, SamplingParams, WorkerConfig
-from expert_pool.dispatch.layout import Layout
-from expert_pool.workers.kv_cache import BlockAllocator
+from expert_pool.dispatch.budgets.layout import Layout
+from expert_pool.workers.attention.kv_cache import BlockAllocator
 from expert_pool.workers.request import Completion, Request
-from expert_pool.workers.scheduler import BatchKind, ScheduledBatch, Scheduler
+from expert_pool.workers.scheduling.scheduler import BatchKind, ScheduledBatch, Scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_ranks import PlainRanks, RankGang

@@ -6,30 +6,30 @@ from contextlib import ExitStack
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import expert_pool.workers.layer_timer as layer_timer
-import expert_pool.workers.path_check as path_check
+import expert_pool.workers.path_selection.check as path_check
+import expert_pool.workers.path_selection.layer_timer as layer_timer
 import pytest
 import torch
 import torch.distributed as dist
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig
-from expert_pool.dispatch.alltoall import AllToAllDispatcher
-from expert_pool.dispatch.budget import RowFormat
+from expert_pool.dispatch.budgets.budget import RowFormat
+from expert_pool.dispatch.budgets.layout import Layout
 from expert_pool.dispatch.collectives import Collectives
-from expert_pool.dispatch.contract import Dispatched, Dispatcher
+from expert_pool.dispatch.dispatchers.alltoall import AllToAllDispatcher
+from expert_pool.dispatch.dispatchers.contract import Dispatched, Dispatcher
+from expert_pool.dispatch.dispatchers.flashinfer_alltoall import FlashInferDispatcher
 from expert_pool.dispatch.errors import ConfigError
 from expert_pool.dispatch.experts.torch_experts import TorchExperts
-from expert_pool.dispatch.flashinfer_a2a import FlashInferDispatcher
-from expert_pool.dispatch.layout import Layout
 from expert_pool.dispatch.moe_layer import MoeLayer
 from expert_pool.dispatch.paths.maker import PathMaker
 from expert_pool.dispatch.paths.path import ExpertPath
 from expert_pool.dispatch.paths.table import PathName
+from expert_pool.dispatch.paths.tuning import TableRow, Tuning
 from expert_pool.dispatch.probe import HostGroup, attempt
-from expert_pool.dispatch.tuning import TableRow, Tuning
 from expert_pool.workers.engine import RankEngine
-from expert_pool.workers.layer_timer import LayerTimer
-from expert_pool.workers.path_check import LARGEST_ERROR, relative_errors
-from expert_pool.workers.path_choice import moe_layers
+from expert_pool.workers.path_selection.check import LARGEST_ERROR, relative_errors
+from expert_pool.workers.path_selection.layer_timer import LayerTimer
+from expert_pool.workers.path_selection.selection import moe_layers
 from plain_ranks import RankGang
 from rank_faults import replaced
 from rank_insides import target_of

@@ -7,13 +7,13 @@ import msgspec
 import pytest
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig, WorkerConfig, load_config
 from expert_pool.cluster.config import configuration_problems, resolve, resolve_unchecked
+from expert_pool.dispatch.budgets.layout import Layout
 from expert_pool.dispatch.errors import ConfigError, GeometryError
-from expert_pool.dispatch.layout import Layout
-from expert_pool.dispatch.paths.choice import Measured, PathCost, choose
+from expert_pool.dispatch.paths.fastest import Measured, PathCost, choose
 from expert_pool.dispatch.paths.table import PathName, PathTable, candidate_paths, measured_rows, shape_of
-from expert_pool.dispatch.tuning import TableRow, Tuning
-from expert_pool.workers.inspection import inspect_model
-from expert_pool.workers.model_spec import ModelSpec
+from expert_pool.dispatch.paths.tuning import TableRow, Tuning
+from expert_pool.workers.model.inspection import inspect_model
+from expert_pool.workers.model.spec import ModelSpec
 
 LIMITS = Limits(max_running_requests=8, cuda_graph_bs=(1, 8), chunked_prefill_size=64)
 GPU = WorkerConfig(device="cuda")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import ray
 from expert_pool.cluster import ConfigError, PlacementConfig, PlacementError
-from expert_pool.cluster.placement import Placement
+from expert_pool.cluster.ranks.placement import Placement
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 

@@ -9,21 +9,21 @@ import torch
 import yaml
 from click.testing import CliRunner
 from expert_pool.cluster import CacheConfig, ConfigError, Limits, PoolConfig, WorkerConfig
-from expert_pool.cluster.cli import main
+from expert_pool.cluster.cli.commands import main
+from expert_pool.cluster.cli.plan_report import plan_pool
 from expert_pool.cluster.config import cutedsl_problems
-from expert_pool.cluster.plan_report import plan_pool
-from expert_pool.cluster.validation import validate
-from expert_pool.dispatch.capacity import CAPACITY_VARIABLE
+from expert_pool.cluster.planning.validation import validate
+from expert_pool.dispatch.budgets.capacity import CAPACITY_VARIABLE
+from expert_pool.dispatch.budgets.limits import step_widths
 from expert_pool.dispatch.collectives import Collectives
 from expert_pool.dispatch.experts.pair_budget import ExpertShape, pair_budget
 from expert_pool.dispatch.experts.pair_buffers import PairBuffers
-from expert_pool.dispatch.limits import step_widths
 from expert_pool.dispatch.paths.maker import make_dispatcher
 from expert_pool.graphs.static import StaticBuffers
-from expert_pool.workers.draft import draft_cache
-from expert_pool.workers.exchange_sizes import budget_for, pair_budget_for, row_formats
+from expert_pool.workers.attention.kv_cache import KvCache
 from expert_pool.workers.graph_set import buffer_specs
-from expert_pool.workers.kv_cache import KvCache
+from expert_pool.workers.path_selection.exchange_sizes import budget_for, pair_budget_for, row_formats
+from expert_pool.workers.speculation.draft import draft_cache
 from models import FAMILIES
 
 CPU = torch.device("cpu")

@@ -18,13 +18,13 @@ from expert_pool.cluster import (
     WorkerConfig,
     load_config,
 )
-from expert_pool.cluster.capture import CaptureOutcome, DroppedEntry
-from expert_pool.cluster.driver_handle import own_error
-from expert_pool.cluster.driver_state import DriverState, may_follow
-from expert_pool.cluster.failure import LOST, answer_of, describe_failure
-from expert_pool.cluster.gang import Gang, _readable
-from expert_pool.cluster.router import Router
-from expert_pool.cluster.tokens import tokenize
+from expert_pool.cluster.driver.handle import own_error
+from expert_pool.cluster.driver.states import DriverState, may_follow
+from expert_pool.cluster.ranks.capture import CaptureOutcome, DroppedEntry
+from expert_pool.cluster.ranks.failure import LOST, answer_of, describe_failure
+from expert_pool.cluster.ranks.gang import Gang, _readable
+from expert_pool.cluster.requests.router import Router
+from expert_pool.cluster.requests.tokens import tokenize
 from expert_pool.dispatch.errors import ConfigError, DriverRestartError
 from expert_pool.graphs.plan import CaptureEntry, CapturePlan
 from expert_pool.workers.rank_config import Rendezvous

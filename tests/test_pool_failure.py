@@ -25,12 +25,12 @@ from expert_pool.cluster import (
     SamplingParams,
     WorkerConfig,
 )
-from expert_pool.cluster.cli import main
-from expert_pool.cluster.driver_state import DriverState
-from expert_pool.cluster.fleet import Fleet
-from expert_pool.cluster.lifecycle import Lifecycle
-from expert_pool.cluster.moving import Mover
-from expert_pool.cluster.validation import validate
+from expert_pool.cluster.cli.commands import main
+from expert_pool.cluster.driver.lifecycle import Lifecycle
+from expert_pool.cluster.driver.moves import Mover
+from expert_pool.cluster.driver.states import DriverState
+from expert_pool.cluster.planning.validation import validate
+from expert_pool.cluster.ranks.fleet import Fleet
 from expert_pool.workers.rank_config import RankConfig
 from models import replace_weights
 from rank_logs import said_by
@@ -236,7 +236,7 @@ def test_a_pool_whose_weights_were_replaced_does_not_go_on_with_others(random_mo
 
 def test_a_search_that_finds_no_places_changes_no_size(random_models, monkeypatch):
     """Sizes down to `min_ranks` are tried; the next search is for all ranks again."""
-    monkeypatch.setattr("expert_pool.cluster.fleet.AT_ONCE_S", 0.2)
+    monkeypatch.setattr("expert_pool.cluster.ranks.fleet.AT_ONCE_S", 0.2)
     placement = PlacementConfig(cpus_per_rank=3, timeout_s=0.2)
     config = PoolConfig(model=random_models["qwen3_moe"], ranks=4, min_ranks=1, placement=placement)
     fleet = Fleet(validate(config), config, {})

@@ -2,7 +2,7 @@
 
 import unicodedata
 
-from expert_pool.workers.printable import printable, told
+from expert_pool.workers.observing.printable import printable, told
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,8 +7,8 @@ import re
 
 import msgspec
 import pytest
-from expert_pool.cluster import progress as module
-from expert_pool.cluster.progress import GenerationProgress
+from expert_pool.cluster.cli import progress as module
+from expert_pool.cluster.cli.progress import GenerationProgress
 from expert_pool.workers.request import RankStats
 from rich.console import Console
 

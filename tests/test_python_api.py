@@ -9,7 +9,7 @@ import pytest
 import ray
 from expert_pool.cluster import ConfigError, ExpertPool, Limits, PoolConfig, RankError, SamplingParams
 from expert_pool.cluster.arguments import number_of_ranks
-from expert_pool.cluster.driver_handle import get_answer
+from expert_pool.cluster.driver.handle import get_answer
 
 ONE = SamplingParams(max_new_tokens=1)
 LONG = SamplingParams(max_new_tokens=400, ignore_eos=True)

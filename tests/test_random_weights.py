@@ -7,9 +7,9 @@ import pytest
 import torch
 from expert_pool.cluster import CheckpointError, PoolConfig, SamplingParams
 from expert_pool.cluster.config import resolve
-from expert_pool.cluster.validation import validate
+from expert_pool.cluster.planning.validation import validate
 from expert_pool.workers.engine import RankEngine
-from expert_pool.workers.inspection import inspect_model
+from expert_pool.workers.model.inspection import inspect_model
 from plain_ranks import PlainRanks, run_on_ranks
 from rank_insides import target_of
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import ray
 from expert_pool.cluster import ConfigError, ExpertPool, Limits, PoolConfig, WorkerConfig
-from expert_pool.cluster.environment import is_passed, rank_environment, runtime_environment
+from expert_pool.cluster.ranks.environment import is_passed, rank_environment, runtime_environment
 
 
 def test_prefixes_that_matter_are_passed_and_what_belongs_to_a_node_or_a_person_is_not():

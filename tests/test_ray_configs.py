@@ -15,7 +15,7 @@ import pytest
 import ray
 import yaml
 from expert_pool.cluster import ExpertPool, PoolConfig, load_config
-from expert_pool.cluster.cli import main as command_line
+from expert_pool.cluster.cli.commands import main as command_line
 from kuberay_fields import problems_of
 from packaging.requirements import Requirement
 from ray._private.label_utils import validate_node_label_syntax, validate_node_labels

@@ -18,11 +18,11 @@ from expert_pool.cluster import (
     RecoveryConfig,
     SamplingParams,
 )
-from expert_pool.cluster.driver import Driver
-from expert_pool.cluster.driver_handle import get_answer
-from expert_pool.cluster.driver_state import DriverState
-from expert_pool.cluster.recovery import Restarts
-from expert_pool.dispatch.tuning import Tuning
+from expert_pool.cluster.driver.driver import Driver
+from expert_pool.cluster.driver.handle import get_answer
+from expert_pool.cluster.driver.recovery import Restarts
+from expert_pool.cluster.driver.states import DriverState
+from expert_pool.dispatch.paths.tuning import Tuning
 from kill_scene import Left, Scene, config_of, on_rank, rank_processes, ray_session
 from models import replace_weights
 from rank_faults import ends_at_step, inject, other_expert_backend

@@ -12,8 +12,8 @@ from expert_pool.cluster import PoolConfig
 from expert_pool.dispatch.errors import RankError
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.rank_config import Rendezvous
-from expert_pool.workers.rendezvous import join_store, open_store
-from expert_pool.workers.sealed_store import SealedStore
+from expert_pool.workers.start.rendezvous import join_store, open_store
+from expert_pool.workers.start.sealed_store import SealedStore
 from plain_ranks import RankGang
 
 TIMEOUT = timedelta(seconds=20)

@@ -10,17 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig
-from expert_pool.dispatch.geometry import StepGeometry
+from expert_pool.dispatch.budgets.geometry import StepGeometry
 from expert_pool.graphs.kinds import KINDS
 from expert_pool.graphs.plan import CaptureEntry, plan_captures
 from expert_pool.graphs.runner import GraphRunner
 from expert_pool.workers.agreement import EAGER_TOO_LARGE
+from expert_pool.workers.attention.kv_cache import PADDING_BLOCK
 from expert_pool.workers.engine import RankEngine
-from expert_pool.workers.inputs import StepInputs, dummy, pack
-from expert_pool.workers.kv_cache import PADDING_BLOCK
 from expert_pool.workers.request import Request, SamplingParams
-from expert_pool.workers.running_request import RunningRequest
-from expert_pool.workers.scheduler import BatchKind, ScheduledBatch, Slice
+from expert_pool.workers.scheduling.inputs import StepInputs, dummy, pack
+from expert_pool.workers.scheduling.scheduler import BatchKind, ScheduledBatch, Slice
+from expert_pool.workers.scheduling.sequence import RunningRequest
 from models import FAMILIES, VOCAB_SIZE
 from plain_ranks import RankGang
 from rank_insides import Generated, RanStep, collectives_of, dispatcher_of, run_script, target_of

@@ -19,14 +19,14 @@ import torch.distributed as dist
 from conftest import REPOSITORY
 from expert_pool.cluster import PoolConfig
 from expert_pool.cluster.config import resolve
-from expert_pool.cluster.same_code import own_code
-from expert_pool.cluster.tokens import load_tokenizer
+from expert_pool.cluster.driver.same_code import own_code
+from expert_pool.cluster.requests.tokens import load_tokenizer
 from expert_pool.dispatch.errors import CheckpointError, GeometryError, RankError
-from expert_pool.workers.alike_environment import variables_alike
-from expert_pool.workers.code_digest import code_digest
-from expert_pool.workers.inspection import inspect_model
-from expert_pool.workers.model_spec import ModelSpec
-from expert_pool.workers.same_start import Fact, facts_of, require_same_start
+from expert_pool.workers.model.inspection import inspect_model
+from expert_pool.workers.model.spec import ModelSpec
+from expert_pool.workers.start.alike_environment import variables_alike
+from expert_pool.workers.start.code_digest import code_digest
+from expert_pool.workers.start.same_start import Fact, facts_of, require_same_start
 from safetensors.torch import load_file, save_file
 
 FOLDERS = ("cluster", "dispatch", "graphs", "workers")
@@ -55,7 +55,7 @@ from expert_pool.cluster.same_code import own_code
 from expert_pool.workers.code_digest import code_digest
 print(own_code(), code_digest())
 """
-PRINT_DIGEST = "from expert_pool.workers.code_digest import code_digest; print(code_digest())"
+PRINT_DIGEST = "from expert_pool.workers.start.code_digest import code_digest; print(code_digest())"
 
 
 def copy_of_the_package(folder: Path) -> Path:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from expert_pool.cluster import PoolConfig
 from expert_pool.cluster.config import resolve
-from expert_pool.cluster.same_weights import held_by_files, require_same_files
+from expert_pool.cluster.driver.same_weights import held_by_files, require_same_files
 from expert_pool.dispatch.errors import CheckpointError, GeometryError
-from expert_pool.workers.inspection import inspect_model
+from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.rank_config import LoadReport
 from safetensors.torch import load_file, save_file
 from test_loading import load_all

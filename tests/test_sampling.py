@@ -7,10 +7,10 @@ import numpy
 import pytest
 import torch
 from expert_pool.cluster import CacheConfig, ConfigError, Limits, PoolConfig, SamplingParams
-from expert_pool.workers import sampler
 from expert_pool.workers.request import Request
-from expert_pool.workers.running_request import RunningRequest
-from expert_pool.workers.sampler import NOT_FINITE, sample, uniform
+from expert_pool.workers.scheduling import sampler
+from expert_pool.workers.scheduling.sampler import NOT_FINITE, sample, uniform
+from expert_pool.workers.scheduling.sequence import RunningRequest
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_ranks import PlainRanks

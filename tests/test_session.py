@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 import ray
 from click.testing import CliRunner
-from expert_pool.cluster import ConfigError, ExpertPoolError, PoolConfig, local_cluster, session
-from expert_pool.cluster.cli import main
-from expert_pool.cluster.local_cluster import _rays_children
-from expert_pool.cluster.ray_internals import clusters_found
-from expert_pool.cluster.session import connect_ray, join_ray, leave_ray
+from expert_pool.cluster import ConfigError, ExpertPoolError, PoolConfig
+from expert_pool.cluster.cli.commands import main
+from expert_pool.cluster.ray_session import local_cluster, session
+from expert_pool.cluster.ray_session.local_cluster import _rays_children
+from expert_pool.cluster.ray_session.ray_internals import clusters_found
+from expert_pool.cluster.ray_session.session import connect_ray, join_ray, leave_ray
 from ray._private import services
 from ray._private.node import Node
 from ray_head import ray_head
@@ -187,7 +188,7 @@ def test_a_cluster_with_another_token_or_of_another_user_is_refused_in_one_line(
     """In processes of their own: Ray reads its token once, and ends a process that may not open its sockets."""
     program = (
         "import os, sys\n"
-        "from expert_pool.cluster.session import join_ray\n"
+        "from expert_pool.cluster.ray_session.session import join_ray\n"
         "import ray, psutil\n"
         "from ray._private import state\n"
         "os.setuid(int(sys.argv[2]))\n"

@@ -11,19 +11,12 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import ray
-from expert_pool.cluster import (
-    ExpertPool,
-    PoolConfig,
-    RankError,
-    RecoveryConfig,
-    SamplingParams,
-    WorkerConfig,
-    driver_handle,
-    pulse,
-)
-from expert_pool.cluster.driver_handle import get_answer
-from expert_pool.cluster.failure import SilentRank, describe_failure
-from expert_pool.cluster.ray_internals import process_of
+from expert_pool.cluster import ExpertPool, PoolConfig, RankError, RecoveryConfig, SamplingParams, WorkerConfig
+from expert_pool.cluster.driver import handle as driver_handle
+from expert_pool.cluster.driver.handle import get_answer
+from expert_pool.cluster.ranks import pulse
+from expert_pool.cluster.ranks.failure import SilentRank, describe_failure
+from expert_pool.cluster.ray_session.ray_internals import process_of
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.rank import RankPlace
 from kill_scene import processes_of

@@ -4,8 +4,8 @@ import random
 
 import pytest
 from expert_pool.workers.request import Request, SamplingParams
-from expert_pool.workers.running_request import RunningRequest
-from expert_pool.workers.stop_texts import TextOf, stop_position, stops_here
+from expert_pool.workers.scheduling.sequence import RunningRequest
+from expert_pool.workers.scheduling.stop_texts import TextOf, stop_position, stops_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from expert_pool.workers.fused_layers import fuse_rotary, fuse_routers
+from expert_pool.workers.kernels.fused_layers import fuse_rotary, fuse_routers
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.ernie4_5_moe.configuration_ernie4_5_moe import Ernie4_5_MoeConfig

@@ -15,17 +15,17 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from ..dispatch.budgets.geometry import StepGeometry
+from ..dispatch.budgets.layout import Layout
 from ..dispatch.collectives import all_gather_tensors
 from ..dispatch.errors import GeometryError
-from ..dispatch.geometry import StepGeometry
-from ..dispatch.layout import Layout
 from ..dispatch.messages import gather_values
 from ..graphs.lockstep import LockstepRank
 from ..graphs.plan import CaptureEntry, CapturePlan
 from ..graphs.record import differences
 from ..graphs.runner import FrozenFacts
 from .rank_config import RankConfig
-from .scheduler import BatchKind
+from .scheduling.scheduler import BatchKind
 
 _BATCH_KINDS = {kind.value: kind for kind in BatchKind}
 

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from ..dispatch.errors import ConfigError
-from .logs import LogLevel
+from .observing.logs import LogLevel
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 DeviceName = Literal["cpu", "cuda"]
@@ -71,7 +71,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             token computed in vain where a request ends at an end of sequence. Unset: on GPUs only, where it hides the
             host's work; a CPU would wait for itself.
         step_timeout_s: how long after a rank stops taking part the pool is given up at the latest.
-        environment: variables that every rank gets, over those of the launching process; see `cluster.environment`.
+        environment: variables that every rank gets, over those of the launching process; see
+            `cluster.ranks.environment`.
         log_level: of the driver's and the ranks' log lines.
         trace_steps: how many of its last steps a rank remembers for a trace; 0: none.
         expert_load: count how often each expert is chosen, for metrics: one more small kernel a MoE layer.

@@ -25,33 +25,33 @@ from ..graphs.lockstep import LockstepRank
 from ..graphs.plan import plan_captures
 from ..graphs.runner import FrozenFacts
 from .agreement import Agreement, StateReader
-from .attention import AttentionBackend, SdpaAttention
-from .checkpoint import expert_bytes, load_sharded_model
-from .continued_text import Decode
-from .draft import make_draft
+from .attention.gathered import GatheredAttention
+from .attention.kv_cache import BlockAllocator, KvCache
+from .attention.kv_sizing import agree_on_blocks, graph_reserve, read_memory, run_largest_step
+from .attention.paged import AttentionBackend, SdpaAttention
 from .executor import StepExecutor
-from .fused_layers import fuse_layers
-from .fused_norms import fuse_norms
-from .gathered_attention import GatheredAttention
 from .graph_set import RecordingMeans, frozen_facts, make_backend, make_graphs
-from .host_memory import refuse_beyond_host
-from .inspection import quiet_transformers
-from .kv_cache import BlockAllocator, KvCache
-from .kv_sizing import agree_on_blocks, graph_reserve, read_memory, run_largest_step
+from .kernels.fused_layers import fuse_layers
+from .kernels.fused_norms import fuse_norms
 from .mailbox import Inbox, Outbox
-from .model import TargetModel
-from .path_choice import PathChoice
-from .paths import loading_path, path_check, path_maker
-from .random_weights import make_random_model
+from .model.checkpoint import expert_bytes, load_sharded_model
+from .model.inspection import quiet_transformers
+from .model.random_weights import make_random_model
+from .model.target import TargetModel
+from .observing.trace import RankTrace, StepTrace
+from .path_selection.candidates import loading_path, path_check, path_maker
+from .path_selection.selection import PathChoice
 from .rank_config import LoadReport, RankConfig, ReadFile, Rendezvous
-from .rendezvous import join_store, open_store, wait_for_all
 from .request import ExpertCounts
-from .same_start import facts_of, require_same_start
-from .scheduler import Scheduler
-from .sealed_store import SealedStore
+from .scheduling.continued_text import Decode
+from .scheduling.scheduler import Scheduler
+from .speculation.draft import make_draft
+from .start.host_memory import refuse_beyond_host
+from .start.rendezvous import join_store, open_store, wait_for_all
+from .start.same_start import facts_of, require_same_start
+from .start.sealed_store import SealedStore
+from .start.transports import unusable_settings
 from .step import StepLoop
-from .trace import RankTrace, StepTrace
-from .transports import unusable_settings
 from .watch import run_watched
 
 logger = logging.getLogger(__name__)
@@ -314,7 +314,7 @@ class RankEngine:
         config, spec = self.config, self.config.spec
         if self._device.type == "cpu":
             return SdpaAttention(cache, self._device)
-        from .flashinfer_attention import FlashInferAttention, unsupported_reason
+        from .attention.flashinfer_attention import FlashInferAttention, unsupported_reason
 
         reason: str | None = "worker.attention is 'torch'"
         if config.worker.attention == "auto":

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from ..dispatch.errors import RankError
 from ..graphs.lockstep import LockstepRank
 from .agreement import StepPlan
-from .inputs import PackedStep, dummy, pack
-from .model import TargetModel
-from .sampler import sample
-from .scheduler import ScheduledBatch
+from .model.target import TargetModel
+from .scheduling.inputs import PackedStep, dummy, pack
+from .scheduling.sampler import sample
+from .scheduling.scheduler import ScheduledBatch
 
 _POLL_S = 20e-6
 

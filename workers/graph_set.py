@@ -5,8 +5,8 @@ from collections.abc import Callable
 import psutil
 import torch
 
+from ..dispatch.budgets.geometry import pad_to_ranks
 from ..dispatch.collectives import Collectives
-from ..dispatch.geometry import pad_to_ranks
 from ..dispatch.paths.path import ExpertPath
 from ..graphs.backend import CaptureBackend, StaticReplayBackend
 from ..graphs.kinds import KINDS, configured_kinds
@@ -14,13 +14,13 @@ from ..graphs.lockstep import LockstepRank
 from ..graphs.plan import CaptureEntry, plan_captures
 from ..graphs.runner import FrozenFacts, GraphRunner
 from ..graphs.static import BufferSpec, StaticBuffers
-from .attention import AttentionBackend
-from .draft import DraftModel, draft_buffer_specs
-from .inputs import target_buffer_specs
-from .kv_cache import BlockAllocator
-from .model import TargetModel
+from .attention.kv_cache import BlockAllocator
+from .attention.paged import AttentionBackend
+from .model.target import TargetModel
 from .rank_config import RankConfig
-from .sampler import greedy
+from .scheduling.inputs import target_buffer_specs
+from .scheduling.sampler import greedy
+from .speculation.draft import DraftModel, draft_buffer_specs
 
 
 def frozen_facts(path: ExpertPath) -> FrozenFacts:

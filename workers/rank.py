@@ -10,11 +10,11 @@ import msgspec
 import ray
 
 from ..dispatch.errors import ExpertPoolError
-from .logs import configure_logs
 from .mailbox import Intake
+from .observing.logs import configure_logs
+from .observing.trace import RankTrace
 from .rank_config import KernelStatus, LoadReport, RankConfig, Rendezvous
 from .request import ExpertCounts, RankOutput
-from .trace import RankTrace
 
 logger = logging.getLogger(__name__)
 _PARENT_S = 1.0
@@ -70,7 +70,7 @@ class Rank:
         from giving signs of life."""
         # The driver imports this module to name the class; only a rank needs PyTorch.
         from .engine import RankEngine
-        from .transports import GLOO_IFNAME, gloo_interface
+        from .start.transports import GLOO_IFNAME, gloo_interface
 
         interface = gloo_interface(self._address)
         if interface is not None:
@@ -94,14 +94,14 @@ class Rank:
         return self._engine.open_rendezvous(self._address)
 
     def kernels_needed(self) -> tuple[KernelStatus, ...]:
-        """On GPUs: what is compiled on first use; see `workers.flashinfer_kernels`."""
-        from .flashinfer_kernels import kernel_status
+        """On GPUs: what is compiled on first use; see `workers.kernels.flashinfer_kernels`."""
+        from .kernels.flashinfer_kernels import kernel_status
 
         return kernel_status(self._config)
 
     def build_kernels(self) -> None:
         """Compile what this node's cache lacks; takes minutes."""
-        from .flashinfer_kernels import build_kernels
+        from .kernels.flashinfer_kernels import build_kernels
 
         build_kernels(self._config)
 

@@ -4,11 +4,11 @@ import zlib
 
 import msgspec
 
-from ..dispatch.layout import Layout
-from ..dispatch.limits import ExpertsKind, Limits, QuantisationKind
-from ..dispatch.tuning import Tuning
+from ..dispatch.budgets.layout import Layout
+from ..dispatch.budgets.limits import ExpertsKind, Limits, QuantisationKind
+from ..dispatch.paths.tuning import Tuning
 from .config import WeightsName, WorkerConfig
-from .model_spec import ModelSpec
+from .model.spec import ModelSpec
 from .request import SamplingParams
 
 SUMS_MODULO = 1 << 128
@@ -74,7 +74,7 @@ class KernelStatus(msgspec.Struct, frozen=True):
 
 
 class ReadFile(msgspec.Struct, frozen=True):
-    """What one rank has read of a weight file; see `workers.weights_digest`.
+    """What one rank has read of a weight file; see `workers.model.weights_digest`.
 
     Attributes:
         name: of the file.

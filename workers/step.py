@@ -13,16 +13,16 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from ..dispatch.budgets.layout import Layout
 from ..dispatch.expert_load import ExpertLoad
-from ..dispatch.layout import Layout
 from .agreement import Agreement, Proposal, StateReader, StepPlan
 from .executor import SampledTokens, StepExecutor
 from .mailbox import Inbox, Intake, Outbox
+from .observing.trace import StepTrace, TraceEvent
 from .request import STEP_TIME_BOUNDS_S, Completion, Progress, RankStats
-from .running_request import RunningRequest
-from .sampler import NOT_FINITE
-from .scheduler import BatchKind, ScheduledBatch, Scheduler
-from .trace import StepTrace, TraceEvent
+from .scheduling.sampler import NOT_FINITE
+from .scheduling.scheduler import BatchKind, ScheduledBatch, Scheduler
+from .scheduling.sequence import RunningRequest
 
 logger = logging.getLogger(__name__)
 

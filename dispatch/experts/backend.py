@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from ..contract import Dispatched
+from ..dispatchers.contract import Dispatched
 from ..probe import HostGroup
 from .local_experts import LocalExperts
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..contract import Dispatched
+from ..dispatchers.contract import Dispatched
 from ..errors import ConfigError
 from ..probe import HostGroup
 from .checks import refuse_unsupported

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from ..contract import Dispatched
+from ..dispatchers.contract import Dispatched
 from ..errors import ConfigError, GeometryError
 from ..probe import HostGroup
 from .checks import refuse_unsupported

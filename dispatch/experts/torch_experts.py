@@ -2,7 +2,7 @@
 
 import torch
 
-from ..contract import Dispatched
+from ..dispatchers.contract import Dispatched
 from ..probe import HostGroup
 from .local_experts import LocalExperts
 

@@ -1,6 +1,6 @@
 """Widths that the SM90 mega kernel and NVFP4 experts take; free of PyTorch, to be refused before any actor starts."""
 
-from ..limits import QuantisationKind
+from ..budgets.limits import QuantisationKind
 
 # Of hidden and intermediate sizes: the second GEMM's tile, TMA rows, and blocks of scales with their layout. FlashInfer
 # takes multiples of 64 in `fp8` and says that it never tried those that are none of 128: at an intermediate size of 64

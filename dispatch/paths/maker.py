@@ -9,23 +9,23 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
-from ..allgather import AllGatherDispatcher
-from ..alltoall import AllToAllDispatcher
-from ..budget import ExchangeBudget, RowFormat
+from ..budgets.budget import ExchangeBudget, RowFormat
+from ..budgets.layout import Layout
+from ..budgets.limits import QuantisationKind
 from ..collectives import Collectives
-from ..contract import Dispatcher
+from ..dispatchers.allgather import AllGatherDispatcher
+from ..dispatchers.alltoall import AllToAllDispatcher
+from ..dispatchers.contract import Dispatcher
+from ..dispatchers.local import LocalDispatcher
 from ..errors import ConfigError
 from ..experts.backend import ExpertBackend
 from ..experts.checks import refuse_unsupported
 from ..experts.nvfp4_experts import Nvfp4Experts, architecture_problem
 from ..experts.pair_budget import PairBudget
 from ..experts.torch_experts import TorchExperts
-from ..layout import Layout
-from ..limits import QuantisationKind
-from ..local import LocalDispatcher
 from ..moe_layer import MoeLayer
 from ..probe import HostGroup
-from .choice import PathCost
+from .fastest import PathCost
 from .mega import MegaPath, refuse_experts
 from .mega_kernels import MegaKernels
 from .path import DispatchedPath, ExpertPath, MemberPath
@@ -172,7 +172,7 @@ class PathMaker:
     def _dispatcher(self, kind: str) -> Dispatcher:
         if kind != "flashinfer":
             return make_dispatcher(kind, self.collectives, self.rank, self.budget, self.device)
-        from ..flashinfer_a2a import FlashInferDispatcher
+        from ..dispatchers.flashinfer_alltoall import FlashInferDispatcher
 
         return FlashInferDispatcher(
             self.collectives,

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
+from ..budgets.geometry import StepGeometry
 from ..experts.local_experts import LocalExperts
-from ..geometry import StepGeometry
 from .path import ExpertPath
 from .table import PathTable
 

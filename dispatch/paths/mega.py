@@ -8,14 +8,14 @@ waits for its peers without bound; the driver's deadline is what ends a stalled 
 
 import torch
 
+from ..budgets.geometry import StepGeometry
+from ..budgets.limits import QuantisationKind
 from ..collectives import Collectives
-from ..contract import INVALID_EXPERT_ID, check_rows
+from ..dispatchers.contract import INVALID_EXPERT_ID, check_rows
 from ..errors import ConfigError
 from ..experts.checks import refuse_unsupported
 from ..experts.local_experts import LocalExperts
 from ..experts.widths import width_problem
-from ..geometry import StepGeometry
-from ..limits import QuantisationKind
 from ..probe import HostGroup
 from .mega_kernels import MegaKernels
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..budgets.layout import Layout
+from ..budgets.limits import QuantisationKind
 from ..errors import ConfigError
-from ..layout import Layout
-from ..limits import QuantisationKind
 from ..probe import HostGroup, require_equal
 
 logger = logging.getLogger(__name__)

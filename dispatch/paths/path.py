@@ -1,17 +1,17 @@
 """From a layer's routed rows to their results: how they travel and what computes them, as one thing a rank has.
 
-Whatever the path, it keeps the contract of `dispatch.contract`: the same calls in the same order on every rank, bounds
-checked before anything is sent, every rank in every call.
+Whatever the path, it keeps the contract of `dispatch.dispatchers.contract`: the same calls in the same order on every
+rank, bounds checked before anything is sent, every rank in every call.
 """
 
 from typing import Protocol
 
 import torch
 
-from ..contract import Dispatcher
+from ..budgets.geometry import StepGeometry
+from ..dispatchers.contract import Dispatcher
 from ..experts.backend import ExpertBackend
 from ..experts.local_experts import LocalExperts
-from ..geometry import StepGeometry
 from ..probe import HostGroup
 
 

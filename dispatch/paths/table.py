@@ -9,11 +9,11 @@ from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from ..buckets import decode_buckets, piecewise_buckets
+from ..budgets.buckets import decode_buckets, piecewise_buckets
+from ..budgets.layout import Layout
+from ..budgets.limits import ExpertsKind, Limits, QuantisationKind, step_widths
 from ..errors import ConfigError, GeometryError
-from ..layout import Layout
-from ..limits import ExpertsKind, Limits, QuantisationKind, step_widths
-from ..tuning import TableRow, Tuning
+from .tuning import TableRow, Tuning
 
 _MEGA_CAPACITIES = (8, 64, 256, 1024)
 # One way to write each: a path's name is what its table, its members and its memory are found by.

@@ -8,7 +8,7 @@ import msgspec
 from ..errors import ConfigError
 from ..libraries import versions_of
 from ..probe import HostGroup
-from ..tuning import TableRow
+from .tuning import TableRow
 
 # What a path, its home folder and its content may raise.
 _FILE_ERRORS = (OSError, RuntimeError, ValueError, msgspec.DecodeError)

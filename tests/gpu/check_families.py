@@ -73,7 +73,7 @@ def checkpoint(name: str, folder: str, is_plain: bool) -> str:
 def rank_config(path: str, dispatch: str, attention: str, device: str) -> Any:
     from expert_pool.cluster import CacheConfig, Limits, PoolConfig, WorkerConfig
     from expert_pool.cluster.config import resolve
-    from expert_pool.workers.inspection import inspect_model
+    from expert_pool.workers.model.inspection import inspect_model
 
     config = PoolConfig(
         model=path,

@@ -30,10 +30,10 @@ from expert_pool.cluster import (
     SamplingParams,
     WorkerConfig,
 )
-from expert_pool.cluster.driver_handle import get_answer
-from expert_pool.cluster.validation import validate
-from expert_pool.dispatch.tuning import Tuning
-from expert_pool.workers.model_spec import ModelSpec
+from expert_pool.cluster.driver.handle import get_answer
+from expert_pool.cluster.planning.validation import validate
+from expert_pool.dispatch.paths.tuning import Tuning
+from expert_pool.workers.model.spec import ModelSpec
 from harness import begin_session, end_after, in_time, save_config, say
 from large_insides import counting_problems, refuse_prefill_graphs, stop_counting
 from large_prefill import PROMPTS, PrefillRates, longest_request, measure_prefill, show_prefill

@@ -19,7 +19,7 @@ FAULTY_RANK = 1
 def run_rank(rank: int, size: int, port: int, go: Any, failures: Any) -> None:
     """One process: a kernel that works, one whose settings differ, one whose first run fails, and the first again."""
     import torch
-    from expert_pool.dispatch.geometry import StepGeometry
+    from expert_pool.dispatch.budgets.geometry import StepGeometry
     from expert_pool.dispatch.paths.mega import MegaPath
     from expert_pool.dispatch.paths.mega_kernels import AdoptedLayer, MegaKernels
     from expert_pool.dispatch.probe import Dropped, attempt

@@ -31,7 +31,7 @@ from expert_pool.cluster import (
     SamplingParams,
     WorkerConfig,
 )
-from expert_pool.dispatch.tuning import TableRow, Tuning
+from expert_pool.dispatch.paths.tuning import TableRow, Tuning
 from harness import begin_session, end_after, in_time, say, show
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig
 

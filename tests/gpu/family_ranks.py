@@ -18,8 +18,8 @@ START_TIMEOUT_S = 400
 
 def step_inputs(pieces: list[tuple[list[int], int, int]], blocks: list[list[int]], block_size: int) -> Any:
     """Inputs of a step that runs tokens `start` to `end` of each sequence; every row's logits are due."""
-    from expert_pool.workers.inputs import StepInputs
-    from expert_pool.workers.kv_cache import PADDING_BLOCK
+    from expert_pool.workers.attention.kv_cache import PADDING_BLOCK
+    from expert_pool.workers.scheduling.inputs import StepInputs
 
     lens = torch.tensor([end - start for _, start, end in pieces], dtype=torch.int64)
     positions = [position for _, start, end in pieces for position in range(start, end)]
@@ -123,9 +123,9 @@ def logits_of(engine: Any, batches: list[list[list[int]]], routing: Routing) -> 
     Before they are decoded all are prefilled again by replaying graphs, in two chunks, whose keys and values the decode
     steps read; of the second chunk the logits of its last row are `prefill graphs`. Collective over all ranks.
     """
-    from expert_pool.dispatch.geometry import StepGeometry
-    from expert_pool.workers.inputs import dummy
-    from expert_pool.workers.kv_cache import BlockAllocator
+    from expert_pool.dispatch.budgets.geometry import StepGeometry
+    from expert_pool.workers.attention.kv_cache import BlockAllocator
+    from expert_pool.workers.scheduling.inputs import dummy
 
     config, target = engine.config, engine._loop._executor._model
     allocator, batch = BlockAllocator(config.num_blocks, config.block_size), batches[engine.rank]
@@ -205,7 +205,7 @@ def chunk_of(tokens: list[int], is_second: bool) -> tuple[int, int]:
 
 def build_early(config: Any) -> None:
     """Compile what FlashInfer would compile in the first steps, before peers wait for this rank."""
-    from expert_pool.workers.flashinfer_kernels import build_kernels
+    from expert_pool.workers.kernels.flashinfer_kernels import build_kernels
 
     build_kernels(config)
     if config.worker.attention != "torch":

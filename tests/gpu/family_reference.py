@@ -42,7 +42,7 @@ def load(path: str, dtype: torch.dtype, device: str) -> Any:
 
 def experts_modules(model: Any) -> dict[str, torch.nn.Module]:
     """By name, the modules that compute the experts of each MoE layer."""
-    from expert_pool.workers.inspection import expert_parallel_plan
+    from expert_pool.workers.model.inspection import expert_parallel_plan
 
     modules = dict(model.named_modules())
     plan = expert_parallel_plan(model)

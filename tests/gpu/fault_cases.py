@@ -11,8 +11,8 @@ import psutil
 import ray
 from check_pool import agreement, reference
 from expert_pool.cluster import ExpertPool, GeometryError, PoolConfig, RankError, SamplingParams
-from expert_pool.cluster.driver_handle import get_answer
-from expert_pool.cluster.plan_report import plan_pool
+from expert_pool.cluster.cli.plan_report import plan_pool
+from expert_pool.cluster.driver.handle import get_answer
 from fault_insides import capture_state, disagree_at_next_step, other_facts, outputs_are_kept
 from rank_faults import during_capture, inject, other_bucket, undo
 

@@ -11,10 +11,10 @@ from expert_pool.graphs.runner import GraphRunner
 from expert_pool.graphs.static import StaticBuffers
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.graph_set import buffer_specs
-from expert_pool.workers.inputs import pack
 from expert_pool.workers.request import Request, SamplingParams
-from expert_pool.workers.running_request import RunningRequest
-from expert_pool.workers.scheduler import BatchKind, ScheduledBatch, Slice
+from expert_pool.workers.scheduling.inputs import pack
+from expert_pool.workers.scheduling.scheduler import BatchKind, ScheduledBatch, Slice
+from expert_pool.workers.scheduling.sequence import RunningRequest
 from rank_faults import replaced
 
 

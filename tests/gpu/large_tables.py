@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import msgspec
-from expert_pool.workers.model_spec import ModelSpec
+from expert_pool.workers.model.spec import ModelSpec
 from harness import show
 from plain_loop import PROMPT_TOKENS, Measured
 

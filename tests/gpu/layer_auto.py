@@ -6,20 +6,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from expert_pool.dispatch.budget import RowFormat, exchange_budget, exchange_rows
+from expert_pool.dispatch.budgets.budget import RowFormat, exchange_budget, exchange_rows
+from expert_pool.dispatch.budgets.limits import Limits
 from expert_pool.dispatch.experts.pair_budget import ExpertShape, pair_budget
-from expert_pool.dispatch.limits import Limits
 from expert_pool.dispatch.moe_layer import MoeLayer
-from expert_pool.dispatch.paths.choice import Measured, choose
+from expert_pool.dispatch.paths.fastest import Measured, choose
 from expert_pool.dispatch.paths.maker import PathMaker, copy_bytes, make_dispatcher, make_experts
 from expert_pool.dispatch.paths.path import DispatchedPath, ExpertPath
 from expert_pool.dispatch.paths.table import PathName, PathTable, candidate_paths, measured_rows
+from expert_pool.dispatch.paths.tuning import Tuning
 from expert_pool.dispatch.probe import HostGroup
-from expert_pool.dispatch.tuning import Tuning
-from expert_pool.workers.calibrate import CALIBRATION_TOKENS
 from expert_pool.workers.graph_set import make_backend
-from expert_pool.workers.path_check import PathCheck
-from expert_pool.workers.path_choice import PathChoice
+from expert_pool.workers.path_selection.calibration import CALIBRATION_TOKENS
+from expert_pool.workers.path_selection.check import PathCheck
+from expert_pool.workers.path_selection.selection import PathChoice
 from layer_setup import Layer
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from expert_pool.dispatch.geometry import StepGeometry
+from expert_pool.dispatch.budgets.geometry import StepGeometry
 from expert_pool.dispatch.paths.table import PathName
 from layer_auto import Auto, auto
 from layer_setup import PATHS, Built, Inputs, Layer

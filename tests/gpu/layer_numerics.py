@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from expert_pool.dispatch.geometry import StepGeometry
+from expert_pool.dispatch.budgets.geometry import StepGeometry
 from layer_setup import Built, Inputs, Layer, World
 
 # Tokens of rank 0 and rank 1: each of 0, 1, 3, 64, 513 and 4096 on either side.

@@ -12,14 +12,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from expert_pool.dispatch.budget import RowFormat, exchange_budget, exchange_rows
+from expert_pool.dispatch.budgets.budget import RowFormat, exchange_budget, exchange_rows
+from expert_pool.dispatch.budgets.geometry import StepGeometry
+from expert_pool.dispatch.budgets.layout import Layout
+from expert_pool.dispatch.budgets.limits import Limits, QuantisationKind
 from expert_pool.dispatch.collectives import Collectives
-from expert_pool.dispatch.contract import INVALID_EXPERT_ID
+from expert_pool.dispatch.dispatchers.contract import INVALID_EXPERT_ID
 from expert_pool.dispatch.experts.local_experts import LocalExperts
 from expert_pool.dispatch.experts.pair_budget import ExpertShape, pair_budget
-from expert_pool.dispatch.geometry import StepGeometry
-from expert_pool.dispatch.layout import Layout
-from expert_pool.dispatch.limits import Limits, QuantisationKind
 from expert_pool.dispatch.moe_layer import MoeLayer
 from expert_pool.dispatch.paths.maker import make_dispatcher, make_experts
 from expert_pool.dispatch.paths.mega import MegaPath
@@ -274,7 +274,7 @@ def dispatched(layer: Layer, dispatch: str, experts: str, capacity: int, others:
     pairs = pair_budget(exchange_rows(world.layout, capacity), [shape]) if experts == "cutedsl" else None
     backend = make_experts(experts, pairs, world.device)
     if dispatch == "flashinfer":
-        from expert_pool.dispatch.flashinfer_a2a import FlashInferDispatcher
+        from expert_pool.dispatch.dispatchers.flashinfer_alltoall import FlashInferDispatcher
 
         world.watch.begin(f"FlashInfer's dispatcher for {[size.experts, *others]} experts")
         dispatcher: Any = FlashInferDispatcher(

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import msgspec
-from expert_pool.workers.trace import RankTrace
+from expert_pool.workers.observing.trace import RankTrace
 
 HOST_STAGES = ("schedule", "agree", "launch", "resolve")
 
@@ -98,7 +98,7 @@ class HostProfile:
     def __init__(self, engine: Any):
         from expert_pool.workers import executor as executor_module
         from expert_pool.workers.executor import SampledTokens
-        from expert_pool.workers.inputs import PackedStep
+        from expert_pool.workers.scheduling.inputs import PackedStep
 
         loop, graphs = engine._loop, engine.graphs
         executor, runner = loop._executor, graphs.runners["decode"]

@@ -1,0 +1,230 @@
+"""The ranks of a pool that serves are moved: to another number of them, or off nodes that are about to go.
+
+All ranks leave their loops at one step boundary, others take their place, and requests go on from the tokens they have.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from ...dispatch.errors import ExpertPoolError, PlacementError, RankError
+from ...workers.rank_config import RankConfig
+from ..config import PoolConfig
+from ..ranks.fleet import AT_ONCE_S
+from ..ranks.placement import Placement
+from ..ray_session.ray_internals import can_tell_draining_nodes, draining_nodes
+from .lifecycle import Lifecycle
+from .sizes import resized, working_sizes
+from .states import DriverState
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+# Before a node goes: for a step to end, for ranks to leave and their results to be taken in.
+_LEAVE_S = 10.0
+_FOREVER_S = 1e7
+
+
+class Mover:
+    """One move at a time; but while a resize waits for places ranks may leave a node, which would not wait for it.
+
+    Args:
+        life: of the pool.
+        pool: what the user wrote: bounds of sizes.
+    """
+
+    def __init__(self, life: Lifecycle, pool: PoolConfig):
+        self._life = life
+        self._pool = pool
+        self._under_way: set[asyncio.Task[RankConfig]] = set()
+        self._stays_on: set[str] = set()
+
+    async def watch_nodes(self) -> None:
+        """Move ranks off nodes that are about to go, for as long as the pool lives."""
+        if not can_tell_draining_nodes():
+            return
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if self._life.state is not DriverState.READY:
+                continue
+            try:
+                going = await asyncio.to_thread(draining_nodes)
+            except Exception as error:  # it is asked again, whatever Ray raises
+                logger.warning("cannot tell which nodes are about to go: %s", error)
+                continue
+            self._stays_on &= going.keys()
+            held = {place.node_id for place in self._life.gang.places} - self._stays_on
+            deadlines = {node: deadline for node, deadline in going.items() if node in held}
+            if deadlines and self._life.state is DriverState.READY:
+                with contextlib.suppress(ExpertPoolError):  # it has been noted, and is what `status` says
+                    await self._to_the_end(self._leave_nodes(deadlines))
+
+    async def resize(self, ranks: int) -> RankConfig:
+        """See `Driver.resize`."""
+        self._life.require(DriverState.READY)
+        if self._under_way:
+            raise RankError("the pool is being resized or moved already: wait until it is done")
+        return await self._to_the_end(self._resize(ranks))
+
+    async def _to_the_end(self, move: Coroutine[Any, Any, RankConfig]) -> RankConfig:
+        """Do it to the end, whoever stops waiting for it."""
+        work = self._life.spawn(move)
+        self._under_way.add(work)
+        work.add_done_callback(self._under_way.discard)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            this = asyncio.current_task()
+            if work.cancelled() and not (this and this.cancelling()):
+                raise RankError("the pool was shut down while its ranks were being moved") from None
+            raise
+
+    async def _resize(self, ranks: int) -> RankConfig:
+        life, fleet = self._life, self._life.fleet
+        before = fleet.config
+        wanted = await asyncio.to_thread(resized, self._pool, before, ranks)
+        more = ranks - before.layout.world_size
+        if more == 0:
+            return before
+        reserve = fleet.places_for(more)
+        refusal: ExpertPoolError | None = None
+        has_begun = False
+        try:
+            if more > 0:
+                async for facts in reserve.acquire():
+                    life.note(f"resizing to {ranks} ranks: {facts}")
+            if life.state is DriverState.RESIZING:
+                # What was free may be what the other move has just left, and is about to take elsewhere.
+                raise RankError("its ranks are being moved off a node that goes away: resize the pool again after that")
+            life.require(DriverState.READY)
+            if fleet.config is not before:
+                raise RankError(f"the pool has {fleet.config.layout.world_size} ranks by now: resize it again")
+            life.enter(DriverState.RESIZING)
+            has_begun = True
+            life.note(f"resizing from {before.layout.world_size} to {ranks} ranks")
+            await life.leave_for_good()
+            await asyncio.to_thread(reserve.release)
+            refusal = await fleet.move(wanted, life.note)
+            async for line in life.build():
+                life.note(line)
+        except Exception as raised:
+            error = raised if isinstance(raised, ExpertPoolError) else _bug(raised)
+            if not has_begun or life.state is not DriverState.RESIZING:
+                raise error from raised
+            refusal = refusal or error
+            if fleet.config is wanted:
+                await self._go_back(before, error)
+            elif error is raised:
+                life.enter(DriverState.RECOVERING)
+                await life.recover(error)
+            else:
+                await self._give_up(raised, has_begun)
+        finally:
+            reserve.release()
+        if life.failure is not None:
+            raise life.failure
+        if fleet.config is not wanted:
+            assert refusal is not None
+            raise type(refusal)(f"not resized, the pool has {fleet.config.layout.world_size} ranks: {refusal}")
+        return wanted
+
+    async def _go_back(self, before: RankConfig, refusal: ExpertPoolError) -> None:
+        """Ranks of another size did not come up, for whatever reason (memory, say, which ends them like any fault):
+        go on with the size that worked. What fails there follows the rules of recovery."""
+        life = self._life
+        life.note(f"the other size did not start, going back to {before.layout.world_size} ranks: {refusal}")
+        try:
+            life.end_gang()
+            async for facts in life.fleet.return_to(before):
+                life.note(facts)
+            async for line in life.build():
+                life.note(line)
+        except ExpertPoolError as error:
+            life.enter(DriverState.RECOVERING)
+            await life.recover(error)
+        except Exception as bug:
+            await self._give_up(bug, has_begun=True)
+
+    async def _give_up(self, bug: Exception, has_begun: bool) -> None:
+        """Nothing is known of ranks that were being moved: a pool that has left its places ends, with the reason.
+
+        Raises:
+            RankError: always.
+        """
+        error = _bug(bug)
+        if has_begun and self._life.state is DriverState.RESIZING:
+            await self._life.fail(error)
+        raise error from bug
+
+    async def _leave_nodes(self, deadlines: dict[str, float]) -> RankConfig:
+        """Other places for the ranks on these nodes while they serve, if there are any; then all ranks begin there.
+
+        Args:
+            deadlines: of nodes by id, in seconds since the epoch.
+        """
+        life, fleet, gang = self._life, self._life.fleet, self._life.gang
+        left_s = min(deadlines.values()) - time.time()
+        leaving = [place for place in gang.places if place.node_id in deadlines]
+        hosts = ", ".join(sorted({f"{place.address} ({place.node_id[:8]})" for place in leaving}))
+        within = f"in {max(0.0, left_s):.0f} s" if left_s < _FOREVER_S else "soon"
+        why = f"Ray takes node {hosts} away {within}"
+        # Where all ranks have to be in one domain, the ones that leave take the others along.
+        num_places = len(leaving) if self._pool.placement.domain_label is None else len(gang.places)
+        life.note(f"{why}: looking for {num_places} other places")
+        reserve = fleet.places_for(num_places, max(left_s - _LEAVE_S, left_s / 2, 1.0))
+        has_begun = False
+        try:
+            has_room = await self._wait_for(reserve, why)
+            if life.gang is not gang:
+                return fleet.config  # others by now, which are looked at again
+            if not has_room and not await asyncio.to_thread(self._may_shrink_by, len(leaving)):
+                self._stays_on.update(deadlines)
+                life.note(
+                    f"{why}, and there are no other places: the pool serves until then, and then waits for places"
+                )
+                return fleet.config
+            life.require(DriverState.READY)
+            life.enter(DriverState.RESIZING)
+            has_begun = True
+            life.note(f"{why}: moving the ranks")
+            await life.leave_for_good()
+            await asyncio.to_thread(reserve.release)
+            try:
+                async for facts in fleet.place_anew(None if has_room else AT_ONCE_S):
+                    life.note(facts)
+            except PlacementError as error:  # others were faster: a pool that served is not given up for that
+                life.note(f"{error}; looking again")
+                async for facts in fleet.place_anew():
+                    life.note(facts)
+            async for line in life.build():
+                life.note(line)
+        except ExpertPoolError as error:
+            if not has_begun or life.state is not DriverState.RESIZING:
+                raise
+            life.enter(DriverState.RECOVERING)
+            await life.recover(error)
+        except Exception as bug:
+            await self._give_up(bug, has_begun)
+        finally:
+            reserve.release()
+        return fleet.config
+
+    def _may_shrink_by(self, leaving: int) -> bool:
+        config = self._life.fleet.config
+        left = config.layout.world_size - leaving
+        return self._pool.min_ranks is not None and bool(working_sizes(self._pool, config, left))
+
+    async def _wait_for(self, reserve: Placement, why: str) -> bool:
+        try:
+            async for facts in reserve.acquire():
+                self._life.note(f"{why}: {facts}")
+        except PlacementError:
+            return False
+        return True
+
+
+def _bug(bug: Exception) -> RankError:
+    return RankError(f"moving the ranks failed: {type(bug).__name__}: {bug}")

@@ -1,0 +1,90 @@
+"""All-to-all dispatch: a row goes only to the ranks that own one of its experts.
+
+Rank `s` has a slot of `geometry.slot_sizes[s]` rows at every other rank, large enough for all its rows, since a row
+goes to a rank at most once however many of its experts live there. Routed rows stand at the front of a slot; the rest
+carries no token and costs the experts nothing. The layout is that of one-sided GPU all-to-alls, with the same bound.
+"""
+
+import torch
+
+from ..budgets.budget import ExchangeBudget, RowFormat
+from ..budgets.geometry import StepGeometry
+from ..collectives import Collectives
+from .contract import INVALID_EXPERT_ID, Dispatched, check_rows
+from .exchange import ExchangeBuffers, hidden_of, ids_of, packed_rows, return_to_senders, weights_of
+
+
+class AllToAllDispatcher:
+    """Keeps the contract of `dispatch.dispatchers.contract` with an all-to-all of routed rows.
+
+    Args:
+        collectives: through which everything is sent.
+        rank: this rank.
+        budget: sizes of the buffers, equal on every rank.
+        device: where the rows live.
+    """
+
+    name = "alltoall"
+
+    def __init__(self, collectives: Collectives, rank: int, budget: ExchangeBudget, device: torch.device):
+        self._collectives = collectives
+        self._rank = rank
+        self.buffers = ExchangeBuffers(budget, device)
+
+    @property
+    def capacity(self) -> int:
+        return self.buffers.budget.capacity
+
+    @property
+    def num_bytes(self) -> int:
+        return self.buffers.num_bytes
+
+    def dispatch(
+        self,
+        x_TH: torch.Tensor,
+        expert_ids_TK: torch.Tensor,
+        expert_weights_TK: torch.Tensor,
+        geometry: StepGeometry,
+        num_local_experts: int,
+    ) -> Dispatched:
+        check_rows(x_TH, expert_ids_TK, geometry, self._rank, self.buffers.budget.capacity)
+        world_size, slot = geometry.layout.world_size, geometry.slot_sizes[self._rank]
+        row_format = RowFormat(x_TH.shape[1], expert_ids_TK.shape[1], x_TH.dtype, expert_weights_TK.dtype)
+        sent = packed_rows(self.buffers.send, world_size * slot, row_format)
+        received = packed_rows(self.buffers.receive, sum(geometry.slot_sizes), row_format)
+
+        ranks = torch.arange(world_size, device=x_TH.device)
+        at_rank_WTK = expert_ids_TK.div(num_local_experts, rounding_mode="floor").unsqueeze(0) == ranks.view(-1, 1, 1)
+        goes_WT = at_rank_WTK.any(dim=-1)
+        position_WT = goes_WT.cumsum(dim=1) - 1
+        destination, own_row = goes_WT.nonzero(as_tuple=True)
+        sent_row = destination * slot + position_WT[destination, own_row]
+
+        local_ids_WTK = torch.where(at_rank_WTK, (expert_ids_TK % num_local_experts).unsqueeze(0), INVALID_EXPERT_ID)
+        ids_of(sent, row_format).fill_(INVALID_EXPERT_ID)
+        ids_of(sent, row_format)[sent_row] = local_ids_WTK[destination, own_row].to(torch.int32)
+        hidden_of(sent, row_format)[sent_row] = x_TH[own_row]
+        weights_of(sent, row_format)[sent_row] = expert_weights_TK[own_row]
+        returned_to = own_row.new_full((world_size * slot,), -1)
+        returned_to[sent_row] = own_row
+
+        self._collectives.all_to_all("ep", received, sent, list(geometry.slot_sizes), [slot] * world_size)
+        return Dispatched(
+            x_RH=hidden_of(received, row_format),
+            expert_ids_RK=ids_of(received, row_format),
+            expert_weights_RK=weights_of(received, row_format),
+            geometry=geometry,
+            row_format=row_format,
+            returned_to=returned_to,
+        )
+
+    def close(self) -> None:
+        """Nothing: buffers go with the dispatcher."""
+
+    def combine(self, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        assert dispatched.returned_to is not None
+        geometry = dispatched.geometry
+        parts = return_to_senders(y_RH, geometry, self._rank, self.buffers.returned, self._collectives).flatten(0, 1)
+        carries_row = dispatched.returned_to >= 0
+        result = y_RH.new_zeros(geometry.num_rows_per_rank[self._rank], y_RH.shape[1])
+        return result.index_add_(0, dispatched.returned_to[carries_row], parts[carries_row])

@@ -1,0 +1,252 @@
+"""Attention over packed batches and a paged KV cache, behind Transformers' `AttentionInterface`.
+
+The model is called with the tokens of many requests side by side, `[1, T]`, and with the keyword `paged`. Each
+attention layer ends up in `paged.attend(...)`: the batch knows how it lies in memory, the model does not.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+from ...dispatch.errors import CheckpointError
+from ...graphs.plan import CaptureEntry
+from ..scheduling.inputs import StepInputs
+from .kv_cache import KvCache
+
+ATTENTION_NAME = "expert_pool_paged"
+# What models hand their attention that changes nothing here: dropout is for training, positions are in queries and keys
+# already, and the others ask the model for further outputs.
+_WITHOUT_EFFECT = frozenset(
+    {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
+)
+
+
+def register_attention() -> None:
+    """Make `attn_implementation="expert_pool_paged"` known to Transformers; safe to call again."""
+    AttentionInterface.register(ATTENTION_NAME, _paged_attention)
+
+
+def _paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged: Any,
+    scaling: float,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    """The window is not taken from the argument, which not every family hands on: the batch has the layer's shape."""
+    assert attention_mask is None, "the batch masks itself; a mask here means that Transformers built one for nothing"
+    refuse_unknown_arguments(arguments)
+    return paged.attend(module, query, key, value, scaling=scaling, sinks=s_aux), None
+
+
+def refuse_unknown_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse what a family's attention needs and ours does not know, rather than attend without it.
+
+    Raises:
+        CheckpointError: names the argument.
+    """
+    for name, value in arguments.items():
+        is_known = value is None or name in _WITHOUT_EFFECT or (name == "is_causal" and value)
+        if not is_known:
+            raise CheckpointError(f"its attention takes {name}=, which attention over a paged cache has not")
+
+
+def layer_index(module: torch.nn.Module) -> int:
+    """Which decoder layer an attention module belongs to; every family keeps it there."""
+    return int(cast(int, module.layer_idx))
+
+
+class AttentionBackend(Protocol):
+    """How a rank attends over its paged cache."""
+
+    def refusal(self, entry: CaptureEntry) -> str | None:
+        """Why a kind of step can have no graph with this attention; `None` where it can."""
+        ...
+
+    def graph_bytes(self, entries: Sequence[CaptureEntry]) -> int:
+        """Memory that graphs of these entries take for attention alone, beside inputs and outputs; an upper bound."""
+        ...
+
+    def prepare(self, entry: CaptureEntry, values: Mapping[str, torch.Tensor]) -> None:
+        """What the host has to do before a graph runs on these inputs (host tensors, before padding)."""
+        ...
+
+    def batch(self, inputs: StepInputs, entry: CaptureEntry | None, slots_T: torch.Tensor) -> Any:
+        """What the attention layers of one step call: an object with `attend`, like `PagedBatch`.
+
+        Args:
+            inputs: of an eager step, on the host; of a graph, its static buffers.
+            entry: which graph; `None` for an eager step.
+            slots_T: the slots of these inputs, on the rank's device.
+        """
+        ...
+
+
+class SdpaAttention:
+    """PyTorch's scaled-dot-product attention, a request at a time; for CPUs.
+
+    Lengths are read on the host, so its steps cannot be recorded in CUDA graphs; `GatheredAttention` is for those.
+
+    Args:
+        cache: keys and values of this rank's requests.
+        device: of the rank.
+    """
+
+    def __init__(self, cache: KvCache, device: torch.device):
+        self._cache = cache
+        self._device = device
+
+    def refusal(self, entry: CaptureEntry) -> str | None:
+        return None
+
+    def graph_bytes(self, entries: Sequence[CaptureEntry]) -> int:
+        return 0
+
+    def prepare(self, entry: CaptureEntry, values: Mapping[str, torch.Tensor]) -> None:
+        pass
+
+    def batch(self, inputs: StepInputs, entry: CaptureEntry | None, slots_T: torch.Tensor) -> "PagedBatch":
+        attending = attending_requests(
+            inputs.query_starts,
+            inputs.query_lens,
+            inputs.context_lens,
+            inputs.block_tables.to(self._device, non_blocking=True),
+        )
+        return PagedBatch(self._cache, slots_T, attending)
+
+
+@dataclass(frozen=True)
+class AttendingRows:
+    """Consecutive rows of a batch that attend to one request: row `i` to all but the last `len(rows) - 1 - i` keys."""
+
+    rows: slice
+    kv_len: int
+    block_table: torch.Tensor
+
+
+def attending_requests(
+    query_starts: torch.Tensor, query_lens: torch.Tensor, context_lens: torch.Tensor, block_tables: torch.Tensor
+) -> list[AttendingRows]:
+    """The requests of a batch (`[B]` each, tables `[B, M]`): each attends to its cached tokens and its new ones."""
+    spans = zip(query_starts.tolist(), query_lens.tolist(), context_lens.tolist(), strict=True)
+    return [
+        AttendingRows(slice(start, start + query_len), context_len + query_len, block_tables[index])
+        for index, (start, query_len, context_len) in enumerate(spans)
+        if query_len > 0
+    ]
+
+
+class PagedBatch:
+    """A packed batch of one step, and attention over it by PyTorch's scaled-dot-product kernels.
+
+    Rows outside all requests are padding: they write to the padding block, attend to nothing and yield zero. So what
+    the padding of a buffer holds, or the padding block, can reach no request.
+
+    Args:
+        cache: where keys and values are.
+        slots_T: `[T]` slot each row's key and value go to; `None` for a step that adds none.
+        attending: which rows attend to which keys.
+        cache_layer: layer of the cache that is used whatever layer attends; `None`: the attending layer's own.
+    """
+
+    def __init__(
+        self,
+        cache: KvCache,
+        slots_T: torch.Tensor | None,
+        attending: list[AttendingRows],
+        cache_layer: int | None = None,
+    ):
+        self._cache = cache
+        self._slots_T = slots_T
+        self._attending = attending
+        self._cache_layer = cache_layer
+        self._masks: dict[tuple[int, int, int | None], torch.Tensor | None] = {}
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`[1, Hq, T, D]`, `[1, Hkv, T, D]`, `[1, Hkv, T, Dv]` -> `[1, T, Hq, Dv]`; what is added is written first."""
+        layer = layer_index(module) if self._cache_layer is None else self._cache_layer
+        sliding_window = self._cache.shapes[layer].sliding_window
+        if self._slots_T is not None:
+            self._cache.write(layer, self._slots_T, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+        for part in self._attending:
+            rows = part.rows
+            keys, values = self._cache.read(layer, part.block_table, part.kv_len)
+            mask = self._mask(rows.stop - rows.start, part.kv_len, sliding_window, query.device)
+            output[:, rows] = _attend_one(query[:, :, rows], keys, values, scaling, mask, sinks)
+        return output
+
+    def _mask(
+        self, query_len: int, kv_len: int, sliding_window: int | None, device: torch.device
+    ) -> torch.Tensor | None:
+        """`[query_len, kv_len]` bool, true where a query sees a key; `None` where it sees all of them."""
+        shape = (query_len, kv_len, sliding_window)
+        if shape not in self._masks:
+            self._masks[shape] = causal_mask(*shape, device=device)
+        return self._masks[shape]
+
+
+def causal_mask(
+    query_len: int, kv_len: int, sliding_window: int | None, device: torch.device | str = "cpu"
+) -> torch.Tensor | None:
+    """Which of `kv_len` keys the last `query_len` positions see; a window of 3 is a position and the two before it."""
+    window = sliding_window if sliding_window is not None and sliding_window < kv_len else None
+    if query_len == 1 and window is None:
+        return None
+    position = torch.arange(kv_len - query_len, kv_len, device=device).unsqueeze(1)
+    key_position = torch.arange(kv_len, device=device).unsqueeze(0)
+    mask = key_position <= position
+    if window is not None:
+        mask &= key_position > position - window
+    return mask
+
+
+def _attend_one(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """One request: `[1, Hq, Q, D]` over `[L, Hkv, D]` and `[L, Hkv, Dv]` -> `[1, Q, Hq, Dv]`.
+
+    Query heads that share a KV head are folded into the query dimension, so grouped-query attention copies no keys.
+    A sink is a logit per head that takes part in the softmax and carries no value: one more key, all zero, with the
+    sink as its bias.
+    """
+    _, num_heads, query_len, _ = query.shape
+    num_kv_heads = keys.shape[1]
+    groups = num_heads // num_kv_heads
+    keys, values = keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
+    folded = query.reshape(1, num_kv_heads, groups * query_len, -1)
+    if sinks is not None:
+        bias = query.new_zeros(num_heads, query_len, keys.shape[2] + 1)
+        if mask is not None:
+            bias[:, :, :-1].masked_fill_(~mask, float("-inf"))
+        bias[:, :, -1] = sinks.to(bias.dtype).unsqueeze(1)
+        keys, values = F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1))
+        mask = bias.view(1, num_kv_heads, groups * query_len, -1)
+    elif mask is not None and groups > 1:
+        mask = mask.repeat(groups, 1)
+    output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
+    return output.view(1, num_heads, query_len, -1).transpose(1, 2)

@@ -1,0 +1,260 @@
+"""What a DP rank runs next: continuous batching with chunked prefill over a bounded KV cache.
+
+Policy: prefill whenever a request has tokens to prefill, otherwise decode every running request by one token. A
+waiting request is admitted, first come first served, when fewer than `max_running_requests` run and the cache has
+blocks for all its tokens. When a decoding request needs a block and none is free, the youngest running request gives up
+its blocks and goes back to the head of the queue with the tokens it has; they are prefilled again, nothing is lost.
+
+A batch may be launched before the one before it has come back: requests then go on with tokens whose values are not
+known yet, and one that turns out to have ended is dropped from what comes back later.
+
+The scheduler is a function of the requests it was given and the tokens that came back: ranks that share a batch run
+identical ones.
+"""
+
+import enum
+import itertools
+from collections import deque
+from dataclasses import dataclass
+
+from ...dispatch.budgets.limits import Limits
+from ..attention.kv_cache import BlockAllocator
+from ..request import Completion, Progress, Request
+from .continued_text import Decode
+from .sequence import RunningRequest
+
+
+class BatchKind(enum.IntEnum):
+    IDLE = 0
+    PREFILL = 1
+    DECODE = 2
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The next `num_tokens` uncomputed tokens of a sequence.
+
+    Attributes:
+        sequence: whose.
+        num_tokens: how many.
+        reaches_end: whether the step yields the sequence's next token; a chunk in the middle of a prompt does not.
+    """
+
+    sequence: RunningRequest
+    num_tokens: int
+    reaches_end: bool
+
+    @classmethod
+    def of(cls, sequence: RunningRequest, num_tokens: int) -> "Slice":
+        return cls(sequence, num_tokens, num_tokens == sequence.num_uncomputed)
+
+
+@dataclass(frozen=True)
+class ScheduledBatch:
+    """What one DP rank wants to run in one step; empty when idle."""
+
+    kind: BatchKind
+    slices: tuple[Slice, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(piece.num_tokens for piece in self.slices)
+
+    @property
+    def num_due(self) -> int:
+        """Sequences whose next token this batch yields."""
+        return sum(piece.reaches_end for piece in self.slices)
+
+    @property
+    def digest(self) -> int:
+        """One signed 64-bit number for which tokens of which requests these are, in order; the same in every process,
+        as Python's hash of integers is."""
+        return hash(tuple([(p.sequence.request.key, p.sequence.num_computed, p.num_tokens) for p in self.slices]))
+
+
+class Scheduler:
+    """Requests of one DP rank.
+
+    Args:
+        limits: bounds of a step.
+        allocator: blocks of this DP rank's KV cache.
+        context_length: the most tokens of a request.
+        vocab_size: token ids are below it.
+        eos_token_ids: tokens that end a request.
+        decode: the tokenizer's decoding, if there is one.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        allocator: BlockAllocator,
+        context_length: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        decode: Decode | None,
+    ):
+        self._limits = limits
+        self._allocator = allocator
+        self._context_length = context_length
+        self._vocab_size = vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._decode = decode
+        self._prefills_whole = limits.chunked_prefill_size == 0
+        self._max_cached_tokens = allocator.num_free * allocator.block_size
+        self._waiting: deque[RunningRequest] = deque()
+        self._running: list[RunningRequest] = []
+        self.num_preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._allocator.num_free
+
+    @property
+    def num_blocks(self) -> int:
+        return self._allocator.num_blocks
+
+    def add(self, request: Request) -> Completion | None:
+        """Queue a request; one that can never run is answered at once with an error."""
+        problem = self._problem(request)
+        sequence = RunningRequest(request, self._max_length(request), self._decode)
+        if problem is not None:
+            return sequence.completion("error", problem)
+        self._waiting.append(sequence)
+        return None
+
+    def abort(self, key: int) -> None:
+        """Drop a request whose caller is gone; unknown keys (it may just have finished) are ignored."""
+        for sequence in [*self._running, *self._waiting]:
+            if sequence.request.key == key:
+                self._remove(sequence)
+                return
+
+    def progress(self) -> list[Progress]:
+        """Tokens of unfinished requests that have become known since the last call."""
+        news = (sequence.progress() for sequence in itertools.chain(self._running, self._waiting))
+        return [new for new in news if new is not None]
+
+    def schedule(self) -> ScheduledBatch:
+        """The next batch; its blocks are allocated.
+
+        Until it is launched, what was scheduled is scheduled again, not necessarily in one batch.
+        """
+        slices = self._prefill_slices()
+        if slices:
+            return ScheduledBatch(BatchKind.PREFILL, tuple(slices))
+        self._make_room_to_decode()
+        decoding = tuple([Slice(sequence, 1, True) for sequence in self._running if not sequence.is_full])
+        return ScheduledBatch(BatchKind.DECODE, decoding) if decoding else ScheduledBatch(BatchKind.IDLE)
+
+    def launch(self, batch: ScheduledBatch) -> None:
+        """The batch is under way: the next `schedule` goes on from where it will end.
+
+        Args:
+            batch: what `schedule` returned; batches come back through `resolve` in the order they are launched.
+        """
+        rows = itertools.count()
+        for piece in batch.slices:
+            piece.sequence.launch(piece.num_tokens, next(rows) if piece.reaches_end else None)
+
+    def resolve(self, batch: ScheduledBatch, next_token_ids: list[int | str]) -> list[Completion]:
+        """Take the results of the oldest batch under way in.
+
+        Args:
+            batch: what was launched.
+            next_token_ids: for each slice that reaches the end of its sequence, in order, the sampled token, or a
+                message where this request failed; it fails alone.
+
+        Returns:
+            Completions of the requests that ended.
+        """
+        due = [piece.sequence for piece in batch.slices if piece.reaches_end]
+        completions = []
+        for sequence, result in zip(due, next_token_ids, strict=True):
+            if sequence.is_over:
+                continue
+            if isinstance(result, str):
+                completions.append(sequence.completion("error", result))
+                self._remove(sequence)
+                continue
+            reason = sequence.append(result, self._eos_token_ids)
+            if reason is not None:
+                completions.append(sequence.completion(reason))
+                self._remove(sequence)
+        return completions
+
+    def _prefill_slices(self) -> list[Slice]:
+        budget = self._limits.prefill_tokens_per_step
+        slices = []
+        for sequence in self._running:
+            if sequence.num_uncomputed > 1 and budget > 0:
+                slices.append(Slice.of(sequence, min(budget, sequence.num_uncomputed)))
+                budget -= slices[-1].num_tokens
+        while budget > 0 and self._waiting and len(self._running) < self._limits.max_running_requests:
+            sequence = self._waiting[0]
+            if self._prefills_whole and sequence.num_uncomputed > budget:
+                break
+            if not self._allocator.grow(sequence.blocks, sequence.num_tokens):
+                break
+            self._running.append(self._waiting.popleft())
+            slices.append(Slice.of(sequence, min(budget, sequence.num_uncomputed)))
+            budget -= slices[-1].num_tokens
+        return slices
+
+    def _make_room_to_decode(self) -> None:
+        for sequence in [sequence for sequence in self._running if not sequence.is_full]:
+            while sequence in self._running and not self._allocator.grow(sequence.blocks, sequence.num_tokens):
+                self._preempt(self._running[-1])
+
+    def _preempt(self, sequence: RunningRequest) -> None:
+        self._withdraw(sequence)
+        sequence.num_computed = 0
+        self._waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def _remove(self, sequence: RunningRequest) -> None:
+        self._withdraw(sequence)
+        sequence.is_over = True
+
+    def _withdraw(self, sequence: RunningRequest) -> None:
+        """Out of its queue and its blocks: steps under way still write these, but before any step that is to come."""
+        self._allocator.release(sequence.blocks)
+        (self._running if sequence in self._running else self._waiting).remove(sequence)
+
+    def _max_length(self, request: Request) -> int:
+        return min(self._context_length, len(request.prompt_token_ids) + request.sampling.max_new_tokens)
+
+    def _problem(self, request: Request) -> str | None:
+        num_tokens = len(request.prompt_token_ids)
+        if num_tokens == 0:
+            return "the prompt is empty"
+        if num_tokens >= self._context_length:
+            return (
+                f"the prompt has {num_tokens} tokens; the model's context of {self._context_length} holds a prompt of "
+                f"at most {self._context_length - 1}"
+            )
+        if not all(0 <= token_id < self._vocab_size for token_id in request.prompt_token_ids):
+            worst = max(request.prompt_token_ids, key=lambda token_id: abs(token_id - self._vocab_size // 2))
+            return f"token id {worst} is outside the vocabulary of {self._vocab_size}"
+        if request.sampling.stop and self._decode is None:
+            return "stop texts need a tokenizer, and the model folder carries none"
+        needed = self._max_length(request) - 1
+        if needed > self._max_cached_tokens:
+            return (
+                f"the request may grow to {needed} cached tokens, the KV cache holds {self._max_cached_tokens}: "
+                "raise cache.num_tokens or lower max_new_tokens"
+            )
+        bound = self._limits.prefill_tokens_per_step
+        if self._prefills_whole and needed > bound:
+            return (
+                f"the request may grow to {needed} tokens, and without chunking a step prefills at most {bound}: raise "
+                "limits.max_prefill_tokens, set limits.chunked_prefill_size, or lower max_new_tokens"
+            )
+        return None

@@ -1,0 +1,47 @@
+"""A name for the code that decides what a rank does; free of PyTorch, since the driver carries its own to the ranks."""
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.resources
+from collections.abc import Iterator
+from importlib.resources.abc import Traversable
+
+DISTRIBUTION = "expert-pool"
+
+_PACKAGE = __package__.partition(".")[0]
+RANK_SIDE = ("dispatch", "graphs", "workers")
+WHOLE = ("cluster", *RANK_SIDE)
+
+
+@functools.cache
+def code_digest(folders: tuple[str, ...] = RANK_SIDE) -> str:
+    """One name for source files, by default those that decide what a rank does; equal names mean equal files.
+
+    They are read once, so it has to be asked for early: of a process that goes on while another version is installed,
+    the name stays that of its own.
+    Where there are none, because only compiled files were installed, it is the version of the distribution.
+    """
+    digest, num_files = hashlib.sha256(), 0
+    for folder in folders:
+        for name, source in _sources(importlib.resources.files(f"{_PACKAGE}.{folder}"), folder):
+            digest.update(f"{name} {len(source)}\n".encode() + source)
+            num_files += 1
+    if num_files:
+        return digest.hexdigest()[:16]
+    return f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)}"
+
+
+def _sources(folder: Traversable, path: str) -> Iterator[tuple[str, bytes]]:
+    """Python files under a folder with their paths, in an order that is the same everywhere.
+
+    Those alone that can be imported, by their name: editors, notebooks and file servers leave others beside them.
+    """
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        name = f"{path}/{entry.name}"
+        if not entry.name.removesuffix(".py").isidentifier():
+            continue
+        if entry.is_dir():
+            yield from _sources(entry, name)
+        elif entry.name.endswith(".py") and entry.is_file():
+            yield name, entry.read_bytes()

@@ -16,7 +16,6 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import functools
 import itertools
 import json
 import multiprocessing
@@ -39,7 +38,6 @@ from expert_pool.dispatch.paths.path import DispatchedPath
 from expert_pool.graphs.lockstep import LockstepRank
 from expert_pool.graphs.plan import plan_captures
 from expert_pool.workers.agreement import Agreement, Proposal, StateReader
-from expert_pool.workers.graph_set import frozen_facts
 from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.path_selection.exchange_sizes import budget_for
 from expert_pool.workers.rank_config import RankConfig
@@ -60,7 +58,7 @@ def state_of(config: RankConfig, rank: int) -> StateReader:
     path = DispatchedPath(dispatcher, TorchExperts(device))
     graphs = LockstepRank(rank, {}, lambda entry: None)
     graphs.commit_plan(plan_captures(config.limits))
-    return StateReader(config, functools.partial(frozen_facts, path), graphs)
+    return StateReader(config, path, graphs)
 
 
 def run_rank(config: RankConfig, rank: int, port: int, iterations: int) -> tuple[float, float]:

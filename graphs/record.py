@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from ..dispatch.collective_call import CollectiveCall
+from ..dispatch.paths.held import HeldAlike
 from .plan import CaptureEntry
 
 
@@ -27,12 +28,7 @@ class RecordedGeometry(msgspec.Struct, frozen=True):
         padding_mode: by name.
         runtime_max_tokens_per_rank: rows a rank handed to the dispatcher.
         static_buffers: the input buffers.
-        dispatcher: by name.
-        expert_backend: by name.
-        capacity: rows a rank that the workspace was made for.
-        workspace_bytes: of the dispatcher.
-        tuning: of the expert backend; empty where it has none.
-        quantisation_scales: that must match between ranks; empty where there are none.
+        held: the way to the experts.
         capture_depth: captures this one runs inside.
         collectives: what the step exchanges, in order.
     """
@@ -46,12 +42,7 @@ class RecordedGeometry(msgspec.Struct, frozen=True):
     padding_mode: str
     runtime_max_tokens_per_rank: int
     static_buffers: tuple[BufferShape, ...]
-    dispatcher: str
-    expert_backend: str
-    capacity: int
-    workspace_bytes: int
-    tuning: str
-    quantisation_scales: tuple[float, ...]
+    held: HeldAlike
     capture_depth: int
     collectives: tuple[CollectiveCall, ...]
 
@@ -77,7 +68,10 @@ def _compare(path: str, values: Mapping[str, Any], found: list[str]) -> None:
         return
     if all(isinstance(content, msgspec.Struct) for content in contents) and len({type(c) for c in contents}) == 1:
         for name in contents[0].__struct_fields__:
-            _compare(_join(path, name), {holder: getattr(value, name) for holder, value in values.items()}, found)
+            parts = {holder: getattr(value, name) for holder, value in values.items()}
+            # What is held of the way to the experts goes by its own names: `capacity`, `dispatcher`.
+            is_held = isinstance(next(iter(parts.values())), HeldAlike)
+            _compare(path if is_held else _join(path, name), parts, found)
     elif all(isinstance(content, Mapping) for content in contents):
         for name in sorted({key for content in contents for key in content}):
             _compare(_join(path, str(name)), {holder: value.get(name) for holder, value in values.items()}, found)

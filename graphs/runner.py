@@ -10,6 +10,7 @@ from ..dispatch.budgets.layout import Layout
 from ..dispatch.collective_call import CollectiveCall
 from ..dispatch.collectives import Collectives
 from ..dispatch.errors import GeometryError
+from ..dispatch.paths.path import ExpertPath
 from .backend import CaptureBackend, RecordedGraph
 from .kinds import GraphKind
 from .plan import CaptureEntry
@@ -18,18 +19,6 @@ from .static import StaticBuffers
 
 StepFunction = Callable[[Mapping[str, torch.Tensor], StepGeometry, CaptureEntry], torch.Tensor]
 """Runs a step on its input views, `(views, geometry, entry) -> output`; the output has as many rows as are due."""
-
-
-@dataclass(frozen=True)
-class FrozenFacts:
-    """What a recording freezes beside its shapes, read from the live dispatcher and experts; equal on every rank."""
-
-    dispatcher: str
-    expert_backend: str
-    capacity: int
-    workspace_bytes: int
-    tuning: str = ""
-    quantisation_scales: tuple[float, ...] = ()
 
 
 @dataclass
@@ -52,7 +41,7 @@ class GraphRunner:
         layout: the arrangement of ranks, equal on every rank.
         rank: this rank.
         collectives: through which the step exchanges.
-        facts: reads what a recording freezes.
+        path: to the experts, on which the step runs.
         prepare: what the host does before a step on given inputs, outside any recording.
         finish: recorded after the step, on its whole output, padding included: `[N, ...]` to `[N]`; see `finished`.
     """
@@ -67,7 +56,7 @@ class GraphRunner:
         layout: Layout,
         rank: int,
         collectives: Collectives,
-        facts: Callable[[], FrozenFacts],
+        path: ExpertPath,
         prepare: Callable[[CaptureEntry, Mapping[str, torch.Tensor]], None],
         finish: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ):
@@ -79,14 +68,14 @@ class GraphRunner:
         self._layout = layout
         self._rank = rank
         self._collectives = collectives
-        self._facts = facts
+        self._path = path
         self._prepare = prepare
         self._finish = finish
         self._recordings: dict[CaptureEntry, _Recording] = {}
 
     def geometry(self, entry: CaptureEntry) -> StepGeometry:
         """The geometry of every step that this entry's graph runs; equal on every rank."""
-        return StepGeometry.captured(self._layout, entry.num_tokens, capacity=self._facts().capacity)
+        return StepGeometry.captured(self._layout, entry.num_tokens, capacity=self._path.held.capacity)
 
     def sizes(self, entry: CaptureEntry) -> dict[str, int]:
         """Rows of the input views: tokens after padding, requests, and rows whose output is due."""
@@ -184,7 +173,7 @@ class GraphRunner:
     def _record_of(
         self, entry: CaptureEntry, collectives: list[CollectiveCall], capture_depth: int
     ) -> RecordedGeometry:
-        geometry, facts = self.geometry(entry), self._facts()
+        geometry = self.geometry(entry)
         lengths = geometry.buffer_lengths(self._rank)
         return RecordedGeometry(
             kind=entry.kind,
@@ -196,12 +185,7 @@ class GraphRunner:
             padding_mode=geometry.padding_mode.name,
             runtime_max_tokens_per_rank=geometry.runtime_max_tokens_per_rank(self._rank),
             static_buffers=self.buffers.shapes(self.sizes(entry)),
-            dispatcher=facts.dispatcher,
-            expert_backend=facts.expert_backend,
-            capacity=facts.capacity,
-            workspace_bytes=facts.workspace_bytes,
-            tuning=facts.tuning,
-            quantisation_scales=facts.quantisation_scales,
+            held=self._path.held,
             capture_depth=capture_depth,
             collectives=tuple(collectives),
         )

@@ -94,6 +94,15 @@ def other_capacity(engine: RankEngine) -> AbstractContextManager[None]:
     return replaced(dispatcher, "buffers", smaller)
 
 
+def holds_otherwise(engine: RankEngine, **changes: Any) -> AbstractContextManager[None]:
+    """What this rank reads of its way to the experts is something else."""
+    path = path_of(engine)
+    held = msgspec.structs.replace(path.held, **changes)
+    if "held" in vars(path):
+        return replaced(path, "held", held)
+    return replaced(type(path), "held", property(lambda _: held))
+
+
 def other_dispatcher(engine: RankEngine) -> AbstractContextManager[None]:
     return replaced(dispatcher_of(engine), "name", "another dispatcher")
 
@@ -103,13 +112,12 @@ def other_expert_backend(engine: RankEngine) -> AbstractContextManager[None]:
 
 
 def other_table(engine: RankEngine) -> AbstractContextManager[None]:
-    path = path_of(engine)
-    return replaced(getattr(path, "experts", path), "tuning", OTHER_TABLE)
+    return holds_otherwise(engine, tuning=OTHER_TABLE)
 
 
 def other_fp8_scale(engine: RankEngine) -> AbstractContextManager[None]:
     """A scale that this rank would decode its peers' rows with, and they theirs without."""
-    return replaced(path_of(engine), "quantisation_scales", (OTHER_SCALE,))
+    return holds_otherwise(engine, quantisation_scales=(OTHER_SCALE,))
 
 
 def other_buffer_shape(engine: RankEngine) -> AbstractContextManager[None]:
@@ -198,7 +206,7 @@ def other_config(engine: RankEngine) -> AbstractContextManager[None]:
         engine.config.limits, max_running_requests=engine.config.limits.max_running_requests + 1
     )
     config = msgspec.structs.replace(engine.config, limits=limits)
-    return replaced(engine._loop, "_state", StateReader(config, engine._loop._state._facts, engine.graphs))
+    return replaced(engine._loop, "_state", StateReader(config, path_of(engine), engine.graphs))
 
 
 @contextmanager

@@ -12,10 +12,10 @@ from expert_pool.cluster import GeometryError, Limits, PoolConfig
 from expert_pool.cluster.config import resolve
 from expert_pool.dispatch.budgets.geometry import PaddingMode
 from expert_pool.dispatch.budgets.layout import Layout
+from expert_pool.dispatch.paths.held import HeldAlike
 from expert_pool.graphs.lockstep import LockstepRank
 from expert_pool.graphs.plan import CaptureEntry, CapturePlan, plan_captures
 from expert_pool.graphs.record import differences
-from expert_pool.graphs.runner import FrozenFacts
 from expert_pool.workers.agreement import (
     EAGER_NO_GRAPHS,
     EAGER_TOO_LARGE,
@@ -167,15 +167,15 @@ class Holder:
 
     def __init__(self, model: str):
         self.config = resolve(PoolConfig(model=model, ranks=2), inspect_model(model, None))
-        self.facts = FrozenFacts("allgather", "torch", 64, 1000)
+        self.held = HeldAlike("allgather", "torch", 64, 1000)
         self.graphs = LockstepRank(0, {}, lambda entry: None)
         self.graphs.commit_plan(GRAPHS)
 
     def reader(self) -> StateReader:
-        return StateReader(self.config, lambda: self.facts, self.graphs)
+        return StateReader(self.config, self, self.graphs)
 
     def change(self, name: str, value: Any) -> None:
-        self.facts = dataclasses.replace(self.facts, **{name: value})
+        self.held = msgspec.structs.replace(self.held, **{name: value})
 
 
 def change_config(holder: Holder) -> None:

@@ -9,10 +9,12 @@ from expert_pool.cluster import CacheConfig, ConfigError, Limits, PoolConfig, Wo
 from expert_pool.cluster.cli.plan_report import plan_pool
 from expert_pool.cluster.config import resolve
 from expert_pool.dispatch.budgets.budget import largest_step
+from expert_pool.dispatch.dispatchers.local import LocalDispatcher
+from expert_pool.dispatch.experts.torch_experts import TorchExperts
+from expert_pool.dispatch.paths.path import DispatchedPath
 from expert_pool.graphs.lockstep import LockstepRank
 from expert_pool.graphs.plan import CaptureEntry, plan_captures
 from expert_pool.graphs.record import differences
-from expert_pool.graphs.runner import FrozenFacts
 from expert_pool.workers.agreement import Agreement, StateReader
 from expert_pool.workers.attention.kv_cache import PADDING_BLOCK, BlockAllocator, KvCache
 from expert_pool.workers.attention.kv_sizing import (
@@ -37,7 +39,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import VOCAB_SIZE
 from plain_ranks import run_on_ranks
-from rank_insides import collectives_of, target_of
+from rank_insides import collectives_of, path_of, target_of
 
 GIB = 1 << 30
 sizes = st.integers(0, 200 * GIB)
@@ -147,12 +149,12 @@ def test_a_graph_is_refused_by_the_memory_of_the_device_that_records_it(tiny_moe
     allocator = BlockAllocator(config.num_blocks, config.block_size)
     bare = KvCache(config.spec.attention, 1, config.block_size, torch.float32, torch.device("cpu"))
     attention = SdpaAttention(bare, torch.device("cpu"))
-    facts = FrozenFacts("local", "torch", 64, 0)
+    path = DispatchedPath(LocalDispatcher(64), TorchExperts(torch.device("cpu")))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed - 100, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1100)
     for allocated, is_recorded in ((1000, True), (1001, False)):
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device, held=allocated: held)
-        refusal = RecordingMeans(config, allocator, lambda: facts, attention, gpu)(entry)
+        refusal = RecordingMeans(config, allocator, path, attention, gpu)(entry)
         assert (refusal is None) == is_recorded
     for setting in ("limits.cuda_graph_max_bs", "cache.num_tokens", "cache.gpu_memory_utilization"):
         assert setting in refusal
@@ -195,7 +197,7 @@ def largest_step_on_a_bare_cache(engine: RankEngine, faulty_rank: int | None) ->
     target.cache, target.attention = bare, engine._attention(bare)
     if engine.rank == faulty_rank:
         config = msgspec.structs.replace(config, num_blocks=config.num_blocks + 1)
-    state = StateReader(config, lambda: engine._loop._state._facts(), LockstepRank(engine.rank, {}, lambda _: None))
+    state = StateReader(config, path_of(engine), LockstepRank(engine.rank, {}, lambda _: None))
     agreement = Agreement(engine._host_group, config.layout)
     drawn = []
 

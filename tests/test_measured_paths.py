@@ -78,7 +78,7 @@ def times(by_path: dict[str, tuple[float, ...]]) -> Callable[..., float]:
     """In place of a clock: what a rank measures, by path and bucket."""
 
     def microseconds(timer: LayerTimer, path: ExpertPath, layer: MoeLayer, num_rows: int) -> float:
-        return by_path[path.name][BUCKETS.index(num_rows)]
+        return by_path[path.held.dispatcher][BUCKETS.index(num_rows)]
 
     return microseconds
 
@@ -103,7 +103,7 @@ def test_all_ranks_take_what_is_best_on_the_slowest_of_them(gang):
 def really_measured(engine: RankEngine) -> tuple[str, tuple[str, ...], bool]:
     settled = choose_again(engine)
     took = [row.microseconds for row in settled.path.table.rows]
-    return settled.path.tuning, settled.lines, all(time is not None and time > 0 for time in took)
+    return settled.path.held.tuning, settled.lines, all(time is not None and time > 0 for time in took)
 
 
 def test_what_is_really_measured_is_one_table_for_all(gang):
@@ -133,8 +133,8 @@ def test_each_step_takes_the_path_of_its_rows_and_generates_the_same(gang, refer
 
 
 def tuning_of_records(engine: RankEngine) -> tuple[str, set[str]]:
-    return path_of(engine).tuning, {
-        frozen.tuning for frozen in engine.graphs.rehearse(plan_captures(engine.config.limits))
+    return path_of(engine).held.tuning, {
+        frozen.held.tuning for frozen in engine.graphs.rehearse(plan_captures(engine.config.limits))
     }
 
 
@@ -159,7 +159,7 @@ def twice_with_a_cache(engine: RankEngine, path: str) -> tuple[str, str, str]:
     first = choose_again(engine, cache=path)
     with replaced(LayerTimer, "microseconds", never):
         second = choose_again(engine, cache=path)
-    return first.path.tuning, second.path.tuning, second.lines[0]
+    return first.path.held.tuning, second.path.held.tuning, second.lines[0]
 
 
 def test_a_cached_table_is_taken_without_measuring(gang, tmp_path):
@@ -347,7 +347,7 @@ def out_of_reach(engine: RankEngine) -> str:
     """What is refused where no path that is left reaches the largest step."""
 
     def microseconds(timer: LayerTimer, path: ExpertPath, layer: MoeLayer, num_rows: int) -> float:
-        if path.name == "alltoall":
+        if path.held.dispatcher == "alltoall":
             raise RuntimeError("out of memory")
         return 1.0 if num_rows < BUCKETS[-1] else float("inf")
 

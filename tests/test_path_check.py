@@ -192,7 +192,7 @@ def choice_and_table(engine: RankEngine, file: str) -> tuple[str, ...]:
     by_path = {"allgather": 2.0, "alltoall": 1.0}
 
     def microseconds(timer: LayerTimer, path: ExpertPath, layer: MoeLayer, num_rows: int) -> float:
-        return by_path[path.name]
+        return by_path[path.held.dispatcher]
 
     with replaced(LayerTimer, "microseconds", microseconds):
         return choose_again(engine, cache=file).path.table.names

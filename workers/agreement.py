@@ -6,7 +6,7 @@ every rank, before any collective of the step.
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,10 +20,11 @@ from ..dispatch.budgets.layout import Layout
 from ..dispatch.collectives import all_gather_tensors
 from ..dispatch.errors import GeometryError
 from ..dispatch.messages import gather_values
+from ..dispatch.paths.held import HeldAlike
+from ..dispatch.paths.path import ExpertPath
 from ..graphs.lockstep import LockstepRank
 from ..graphs.plan import CaptureEntry, CapturePlan
 from ..graphs.record import differences
-from ..graphs.runner import FrozenFacts
 from .rank_config import RankConfig
 from .scheduling.scheduler import BatchKind
 
@@ -38,21 +39,13 @@ class LocalState(msgspec.Struct, frozen=True):
 
     Attributes:
         config: what the rank was built from.
-        dispatcher: by name.
-        expert_backend: by name.
-        capacity: rows a rank that the exchange buffers hold.
-        tuning: of the expert backend; the table of paths where there is one.
-        quantisation_scales: with which ranks decode what others sent.
+        held: the way to the experts.
         capture_depth: captures under way; a step of a running pool is outside all of them.
         graphs: the committed graphs, in order.
     """
 
     config: RankConfig
-    dispatcher: str
-    expert_backend: str
-    capacity: int
-    tuning: str
-    quantisation_scales: tuple[float, ...]
+    held: HeldAlike
     capture_depth: int
     graphs: CapturePlan
 
@@ -62,44 +55,25 @@ class StateReader:
 
     Args:
         config: what the rank was built from.
-        facts: of the dispatcher and the experts.
+        path: to the experts.
         graphs: of this rank.
     """
 
-    def __init__(self, config: RankConfig, facts: Callable[[], FrozenFacts], graphs: LockstepRank):
+    def __init__(self, config: RankConfig, path: ExpertPath, graphs: LockstepRank):
         self._config = config
         self._config_digest = config.digest
-        self._facts = facts
+        self._path = path
         self._graphs = graphs
 
     def read(self) -> LocalState:
-        facts = self._facts()
-        return LocalState(
-            config=self._config,
-            dispatcher=facts.dispatcher,
-            expert_backend=facts.expert_backend,
-            capacity=facts.capacity,
-            tuning=facts.tuning,
-            quantisation_scales=facts.quantisation_scales,
-            capture_depth=self._graphs.mode.depth,
-            graphs=self._graphs.committed,
-        )
+        return LocalState(self._config, self._path.held, self._graphs.mode.depth, self._graphs.committed)
 
     def digest(self) -> int:
         """One number for all of it; equal numbers mean equal states."""
-        facts, graphs = self._facts(), self._graphs
-        parts = (
-            self._config_digest,
-            facts.dispatcher,
-            facts.expert_backend,
-            facts.capacity,
-            facts.tuning,
-            # The same numbers hash alike in every process, and spelling hundreds out would take its time every step.
-            hash(facts.quantisation_scales),
-            graphs.mode.depth,
-            graphs.committed_digest,
-        )
-        return zlib.crc32(repr(parts).encode())
+        graphs = self._graphs
+        # Configuration and graphs are long, and change rarely: their digests are kept.
+        parts = (self._config_digest, self._path.held, graphs.mode.depth, graphs.committed_digest)
+        return zlib.crc32(msgspec.msgpack.encode(parts))
 
 
 class Proposal(NamedTuple):
@@ -273,7 +247,7 @@ class Agreement:
         local = state.read()
         if digests.count(digests[0]) < len(digests):
             self._explain(local)
-        return derive_plan(proposals, self._layout, local.capacity, local.graphs)
+        return derive_plan(proposals, self._layout, local.held.capacity, local.graphs)
 
     def _explain(self, state: LocalState) -> None:
         """All ranks have seen that their states differ, so all of them come here, show theirs, and raise alike."""

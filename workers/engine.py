@@ -7,7 +7,6 @@ import logging
 import os
 import resource
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
@@ -23,14 +22,13 @@ from ..dispatch.moe import MoeExchange
 from ..dispatch.probe import HostGroup
 from ..graphs.lockstep import LockstepRank
 from ..graphs.plan import plan_captures
-from ..graphs.runner import FrozenFacts
 from .agreement import Agreement, StateReader
 from .attention.gathered import GatheredAttention
 from .attention.kv_cache import BlockAllocator, KvCache
 from .attention.kv_sizing import agree_on_blocks, graph_reserve, read_memory, run_largest_step
 from .attention.paged import AttentionBackend, SdpaAttention
 from .executor import StepExecutor
-from .graph_set import RecordingMeans, frozen_facts, make_backend, make_graphs
+from .graph_set import RecordingMeans, make_backend, make_graphs
 from .kernels.fused_layers import fuse_layers
 from .kernels.fused_norms import fuse_norms
 from .mailbox import Inbox, Outbox
@@ -156,20 +154,19 @@ class RankEngine:
         check = path_check(self.config, hosts, exchange.path, self._device)
         settled = PathChoice(self.config, maker, hosts, make_backend(self._device), check).settle(model, exchange)
         exchange.path = path = settled.path
-        facts = partial(frozen_facts, path)
         agreement = Agreement(self._host_group, layout)
-        self._settle_blocks(model, exchange, agreement, facts)
+        self._settle_blocks(model, exchange, agreement)
         num_blocks, block_size = self.config.num_blocks, self.config.block_size
         target = self._target(model, exchange, num_blocks)
-        self._make_loop(target, exchange, agreement, facts, BlockAllocator(num_blocks, block_size))
-        logger.info("loaded in %.1f s, %d KV blocks, experts by %s", load_seconds, num_blocks, path.name)
+        self._make_loop(target, exchange, agreement, BlockAllocator(num_blocks, block_size))
+        logger.info("loaded in %.1f s, %d KV blocks, experts by %s", load_seconds, num_blocks, path.held.dispatcher)
         return LoadReport(
             rank=self.rank,
             dense_bytes=dense_bytes,
             expert_bytes=own_experts,
             kv_cache_bytes=target.cache.num_bytes + (self.draft.num_cache_bytes if self.draft is not None else 0),
             kv_cache_tokens=(num_blocks - 1) * block_size,
-            exchange_bytes=path.num_bytes,
+            exchange_bytes=path.held.workspace_bytes,
             load_seconds=load_seconds,
             peak_memory_before=peak_before,
             peak_memory=peak_after,
@@ -193,12 +190,10 @@ class RankEngine:
             fuse_layers(model, dtype)
         return model, files
 
-    def _settle_blocks(
-        self, model: PreTrainedModel, exchange: MoeExchange, agreement: Agreement, facts: Callable[[], FrozenFacts]
-    ) -> None:
+    def _settle_blocks(self, model: PreTrainedModel, exchange: MoeExchange, agreement: Agreement) -> None:
         """Put the number of KV blocks into the configuration, where it is to be measured; collective then."""
         if self.config.gpu_memory_utilization is not None:
-            num_blocks = self._measured_blocks(model, exchange, agreement, facts)
+            num_blocks = self._measured_blocks(model, exchange, agreement)
             self.config = msgspec.structs.replace(self.config, num_blocks=num_blocks, gpu_memory_utilization=None)
 
     def _make_loop(
@@ -206,15 +201,14 @@ class RankEngine:
         target: TargetModel,
         exchange: MoeExchange,
         agreement: Agreement,
-        facts: Callable[[], FrozenFacts],
         allocator: BlockAllocator,
     ) -> None:
         """Put what runs steps around the model: draft, graphs, scheduler, loop."""
         config, spec, layout = self.config, self.config.spec, self.config.layout
         self.draft = make_draft(config, target, exchange, self._device)
-        can_record = RecordingMeans(config, allocator, facts, target.attention, self._device)
+        can_record = RecordingMeans(config, allocator, exchange.path, target.attention, self._device)
         self.graphs = make_graphs(
-            config, self.rank, target, self.draft, self._collectives, facts, can_record, self._device
+            config, self.rank, target, self.draft, self._collectives, exchange.path, can_record, self._device
         )
         scheduler = Scheduler(
             config.limits,
@@ -233,7 +227,7 @@ class RankEngine:
             layout,
             scheduler,
             agreement,
-            StateReader(config, facts, self.graphs),
+            StateReader(config, exchange.path, self.graphs),
             StepExecutor(target, self.graphs, leader, self.rank == leader, self._step_group),
             self.inbox,
             self.outbox,
@@ -296,12 +290,11 @@ class RankEngine:
         model: PreTrainedModel,
         exchange: MoeExchange,
         agreement: Agreement,
-        facts: Callable[[], FrozenFacts],
     ) -> int:
         """KV blocks of every rank, from a forward of the largest step; collective. See `kv_sizing`."""
         config = self.config
         target = self._target(model, exchange, num_blocks=1)
-        state = StateReader(config, facts, LockstepRank(self.rank, {}, lambda _: None))
+        state = StateReader(config, exchange.path, LockstepRank(self.rank, {}, lambda _: None))
         reading, step_bytes = read_memory(partial(run_largest_step, config, target, agreement, state), self._device)
         refusal = target.attention.refusal
         entries = [entry for entry in plan_captures(config.limits).entries if refusal(entry) is None]

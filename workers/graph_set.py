@@ -12,7 +12,7 @@ from ..graphs.backend import CaptureBackend, StaticReplayBackend
 from ..graphs.kinds import KINDS, configured_kinds
 from ..graphs.lockstep import LockstepRank
 from ..graphs.plan import CaptureEntry, plan_captures
-from ..graphs.runner import FrozenFacts, GraphRunner
+from ..graphs.runner import GraphRunner
 from ..graphs.static import BufferSpec, StaticBuffers
 from .attention.kv_cache import BlockAllocator
 from .attention.paged import AttentionBackend
@@ -21,18 +21,6 @@ from .rank_config import RankConfig
 from .scheduling.inputs import target_buffer_specs
 from .scheduling.sampler import greedy
 from .speculation.draft import DraftModel, draft_buffer_specs
-
-
-def frozen_facts(path: ExpertPath) -> FrozenFacts:
-    """What recordings freeze of the way to the experts."""
-    return FrozenFacts(
-        dispatcher=path.name,
-        expert_backend=path.expert_backend,
-        capacity=path.capacity,
-        workspace_bytes=path.num_bytes,
-        tuning=path.tuning,
-        quantisation_scales=path.quantisation_scales,
-    )
 
 
 def make_backend(device: torch.device) -> CaptureBackend:
@@ -50,7 +38,7 @@ class RecordingMeans:
     Args:
         config: what the rank was built from.
         allocator: of its KV blocks.
-        facts: of its dispatcher.
+        path: to the experts.
         attention: over the target's cache.
         device: of this rank.
     """
@@ -59,7 +47,7 @@ class RecordingMeans:
         self,
         config: RankConfig,
         allocator: BlockAllocator,
-        facts: Callable[[], FrozenFacts],
+        path: ExpertPath,
         attention: AttentionBackend,
         device: torch.device,
     ):
@@ -67,7 +55,7 @@ class RecordingMeans:
         self._config = config
         self._attention = attention
         self._allocator = allocator
-        self._facts = facts
+        self._path = path
 
     def __call__(self, entry: CaptureEntry) -> str | None:
         refusal = self._attention.refusal(entry)
@@ -77,7 +65,7 @@ class RecordingMeans:
         blocks = requests * self._allocator.blocks_for(entry.num_tokens // requests)
         if blocks > self._allocator.num_blocks:
             return f"needs {blocks} KV blocks, this rank has {self._allocator.num_blocks}: raise cache.num_tokens"
-        rows, capacity = -(-entry.num_tokens // self._config.layout.attn_tp_size), self._facts().capacity
+        rows, capacity = -(-entry.num_tokens // self._config.layout.attn_tp_size), self._path.held.capacity
         if rows > capacity:
             return f"needs {rows} dispatch rows, the capacity is {capacity}: raise limits.max_dispatch_tokens_per_rank"
         needed, free = activation_bytes(self._config, entry), free_bytes(self._device)
@@ -116,7 +104,7 @@ def make_graphs(
     target: TargetModel,
     draft: DraftModel | None,
     collectives: Collectives,
-    facts: Callable[[], FrozenFacts],
+    path: ExpertPath,
     can_record: Callable[[CaptureEntry], str | None],
     device: torch.device,
 ) -> LockstepRank:
@@ -138,7 +126,7 @@ def make_graphs(
                     config.layout,
                     rank,
                     collectives,
-                    facts,
+                    path,
                     target.attention.prepare,
                     finishes.get(model),
                 )

@@ -77,7 +77,7 @@ class PathMaker:
         if isinstance(path, DispatchedPath):
             parts = {name.dispatch: path.dispatcher.num_bytes, name.experts: path.experts.num_bytes}
             return PathCost(parts, name.weights)
-        return PathCost({str(name): path.num_bytes}, name.weights)
+        return PathCost({str(name): path.held.workspace_bytes}, name.weights)
 
     def refusal(self, name: PathName, layers: Sequence[MoeLayer], host_of_first: str) -> str | None:
         """Why this rank cannot take the path, found without communicating; what it raises is a reason too.

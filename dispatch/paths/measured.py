@@ -6,6 +6,7 @@ import torch
 
 from ..budgets.geometry import StepGeometry
 from ..experts.local_experts import LocalExperts
+from .held import HeldAlike
 from .path import ExpertPath
 from .table import PathTable
 
@@ -26,8 +27,6 @@ class MeasuredPath:
         capacity: the most rows a rank that a step has, covered by the table.
     """
 
-    name = "measured"
-
     def __init__(
         self,
         members: Mapping[str, ExpertPath],
@@ -39,14 +38,18 @@ class MeasuredPath:
     ):
         self.members = dict(members)
         self.table = table
-        self.capacity = capacity
-        self.num_bytes = num_bytes
-        self.expert_backend = "; ".join(f"{name}: {member.expert_backend}" for name, member in members.items())
-        tuned = [f"{name}: {member.tuning}" for name, member in members.items() if member.tuning]
-        self.tuning = "; ".join([table.text, *tuned])
+        held = {name: member.held for name, member in members.items()}
+        tuned = [f"{name}: {one.tuning}" for name, one in held.items() if one.tuning]
         # Of kernels of one kind and several capacities, all have the same.
-        scales = dict.fromkeys(member.quantisation_scales for member in members.values())
-        self.quantisation_scales = tuple(scale for found in scales for scale in found)
+        scales = dict.fromkeys(one.quantisation_scales for one in held.values())
+        self.held = HeldAlike(
+            dispatcher="measured",
+            expert_backend="; ".join(f"{name}: {one.expert_backend}" for name, one in held.items()),
+            capacity=capacity,
+            workspace_bytes=num_bytes,
+            tuning="; ".join([table.text, *tuned]),
+            quantisation_scales=tuple(scale for found in scales for scale in found),
+        )
         self._shapes = dict(shapes)
         self._rank = rank
 

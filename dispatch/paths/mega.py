@@ -6,6 +6,7 @@ what its peers sent with its own copy of the scales, so those belong to what ran
 waits for its peers without bound; the driver's deadline is what ends a stalled gang.
 """
 
+import msgspec
 import torch
 
 from ..budgets.geometry import StepGeometry
@@ -17,6 +18,7 @@ from ..experts.checks import refuse_unsupported
 from ..experts.local_experts import LocalExperts
 from ..experts.widths import width_problem
 from ..probe import HostGroup
+from .held import HeldAlike
 from .mega_kernels import MegaKernels
 
 FP8_MAX = 448.0
@@ -33,17 +35,13 @@ class MegaPath:
         capacity: rows a rank, equal on every rank; sizes the workspace, and the kernel's default settings follow it.
 
     Attributes:
-        quantisation_scales: of all layers, two each, in the order of adoption; in per-tensor fp8 only.
+        held: what ranks compare; in per-tensor fp8 the scales of all layers, two each, in the order of adoption.
     """
 
-    name = "mega"
-
     def __init__(self, collectives: Collectives, kernels: MegaKernels, rank: int, capacity: int):
-        self.capacity = capacity
-        self.expert_backend = f"FlashInfer SM90 CuTe DSL mega kernel, {_COMPUTES[kernels.quantisation]}"
-        self.quantisation_scales: tuple[float, ...] = ()
-        self.tuning = ""
-        self.num_bytes = 0
+        computes = f"FlashInfer SM90 CuTe DSL mega kernel, {_COMPUTES[kernels.quantisation]}"
+        self.held = HeldAlike("mega", computes, capacity, workspace_bytes=0)
+        self._capacity = capacity
         self._collectives = collectives
         self._kernels = kernels
         self._rank = rank
@@ -59,18 +57,22 @@ class MegaPath:
             ConfigError: on every rank alike, where the kernel cannot compute these experts.
         """
         refuse_experts(experts, name, self._kernels.quantisation)
-        self._kernels.adopt(experts, num_experts, top_k, self.capacity)
+        self._kernels.adopt(experts, num_experts, top_k, self._capacity)
         self._adopted.append(id(experts))
         if self._kernels.quantisation == "fp8" and id(experts) not in self._bounds:
             scales = self._kernels.scales[id(experts)]
-            self.quantisation_scales += scales
+            so_far = self.held.quantisation_scales
+            self.held = msgspec.structs.replace(self.held, quantisation_scales=so_far + scales)
             self._bounds[id(experts)] = FP8_MAX * scales[0]
 
     def prepare(self, group: HostGroup | None) -> None:
         """Build and compile the kernels of the layers that have none; see `MegaKernels.prepare`."""
-        self._kernels.prepare(self._adopted, self.capacity, group)
-        self.tuning = self._kernels.settings(self.capacity)
-        self.num_bytes = self._kernels.workspace_bytes(self.capacity)
+        self._kernels.prepare(self._adopted, self._capacity, group)
+        self.held = msgspec.structs.replace(
+            self.held,
+            workspace_bytes=self._kernels.workspace_bytes(self._capacity),
+            tuning=self._kernels.settings(self._capacity),
+        )
 
     def run(
         self,
@@ -85,7 +87,7 @@ class MegaPath:
         Raises:
             GeometryError: before the kernel, when the step does not fit the capacity or announces other rows.
         """
-        check_rows(x_TH, expert_ids_TK, geometry, self._rank, self.capacity)
+        check_rows(x_TH, expert_ids_TK, geometry, self._rank, self._capacity)
         if not self._collectives.issue("mega_moe", "ep", x_TH):
             return torch.zeros_like(x_TH)
         from flashinfer.moe_ep import MoEEpTensors
@@ -99,7 +101,7 @@ class MegaPath:
             topk_ids=expert_ids_TK.to(torch.int64).clamp(min=INVALID_EXPERT_ID).contiguous(),
             topk_weights=expert_weights_TK.float().contiguous(),
         )
-        return self._kernels.run(experts.module, self.capacity, tensors)
+        return self._kernels.run(experts.module, self._capacity, tensors)
 
 
 def refuse_experts(experts: torch.nn.Module, name: str, quantisation: QuantisationKind) -> None:

@@ -13,37 +13,16 @@ from ..dispatchers.contract import Dispatcher
 from ..experts.backend import ExpertBackend
 from ..experts.local_experts import LocalExperts
 from ..probe import HostGroup
+from .held import HeldAlike
 
 
 class ExpertPath(Protocol):
-    """One way for rows to be computed by their experts. All attributes are equal on every rank.
-
-    Attributes:
-        name: how rows travel.
-        expert_backend: what computes.
-        capacity: rows a rank that it was made for.
-        num_bytes: of this rank's buffers.
-        tuning: of what computes; empty where nothing is tuned.
-        quantisation_scales: constants that have to match between ranks; empty where there are none.
-    """
+    """One way for rows to be computed by their experts."""
 
     @property
-    def name(self) -> str: ...
-
-    @property
-    def expert_backend(self) -> str: ...
-
-    @property
-    def tuning(self) -> str: ...
-
-    @property
-    def quantisation_scales(self) -> tuple[float, ...]: ...
-
-    @property
-    def capacity(self) -> int: ...
-
-    @property
-    def num_bytes(self) -> int: ...
+    def held(self) -> HeldAlike:
+        """What ranks compare; read anew at every step."""
+        ...
 
     def run(
         self,
@@ -81,31 +60,19 @@ class DispatchedPath:
         experts: the same kind on every rank.
     """
 
-    quantisation_scales: tuple[float, ...] = ()
-
     def __init__(self, dispatcher: Dispatcher, experts: ExpertBackend):
         self.dispatcher = dispatcher
         self.experts = experts
 
     @property
-    def name(self) -> str:
-        return self.dispatcher.name
-
-    @property
-    def capacity(self) -> int:
-        return self.dispatcher.capacity
-
-    @property
-    def num_bytes(self) -> int:
-        return self.dispatcher.num_bytes + self.experts.num_bytes
-
-    @property
-    def expert_backend(self) -> str:
-        return self.experts.name
-
-    @property
-    def tuning(self) -> str:
-        return self.experts.tuning
+    def held(self) -> HeldAlike:
+        return HeldAlike(
+            dispatcher=self.dispatcher.name,
+            expert_backend=self.experts.name,
+            capacity=self.dispatcher.capacity,
+            workspace_bytes=self.dispatcher.num_bytes + self.experts.num_bytes,
+            tuning=self.experts.tuning,
+        )
 
     def adopt(self, experts: torch.nn.Module, name: str, num_experts: int, top_k: int) -> None:
         self.experts.adopt(experts, name, num_experts, top_k)

@@ -60,7 +60,7 @@ def run_rank(rank: int, size: int, port: int, go: Any, failures: Any) -> None:
             return path
 
         built = attempt(world.hosts, f"mega@{capacity}", whole)
-        world.say(f"mega@{capacity}: {built if isinstance(built, Dropped) else built.tuning}")
+        world.say(f"mega@{capacity}: {built if isinstance(built, Dropped) else built.held.tuning}")
         return built
 
     def expect(what: str, holds: bool) -> None:

@@ -1,8 +1,8 @@
 """What check_faults.py runs inside the ranks' processes."""
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import harness  # noqa: F401  makes the folder of the tests importable
@@ -15,7 +15,7 @@ from expert_pool.workers.request import Request, SamplingParams
 from expert_pool.workers.scheduling.inputs import pack
 from expert_pool.workers.scheduling.scheduler import BatchKind, ScheduledBatch, Slice
 from expert_pool.workers.scheduling.sequence import RunningRequest
-from rank_faults import replaced
+from rank_faults import holds_otherwise, inject
 
 
 def capture_state(engine: RankEngine) -> tuple[str | None, int, int]:
@@ -24,13 +24,9 @@ def capture_state(engine: RankEngine) -> tuple[str | None, int, int]:
     return graphs.last_failure, graphs.mode.depth, len(graphs.committed.entries)
 
 
-@contextmanager
-def other_facts(engine: RankEngine, changes: dict[str, Any]) -> Iterator[None]:
+def other_facts(engine: RankEngine, changes: dict[str, Any]) -> AbstractContextManager[None]:
     """Whatever the dispatcher, its capacity, experts or scales are read as others."""
-    runner = engine.graphs.runners["decode"]
-    facts = runner._facts
-    with replaced(runner, "_facts", lambda: dataclasses.replace(facts(), **changes)):
-        yield
+    return holds_otherwise(engine, **changes)
 
 
 def disagree_at_next_step(engine: RankEngine, what: str) -> None:
@@ -41,8 +37,8 @@ def disagree_at_next_step(engine: RankEngine, what: str) -> None:
         what: `graphs`: it lacks the graph that steps replay; `backend`: its experts have another name; `step`: it is a
             step ahead.
     """
-    agreement, graphs, state = engine._loop._agreement, engine.graphs, engine._loop._state
-    agree, facts = agreement.agree, state._facts
+    agreement, graphs = engine._loop._agreement, engine.graphs
+    agree = agreement.agree
 
     def agree_otherwise(proposal: Any, state: Any) -> Any:
         agreement.agree = agree
@@ -52,7 +48,7 @@ def disagree_at_next_step(engine: RankEngine, what: str) -> None:
             used = {entry for entry in graphs.committed.entries if entry.bucket >= proposal.num_tokens}
             graphs.commit_plan(graphs.committed.without({min(used, key=lambda entry: entry.bucket)}))
         else:
-            state._facts = lambda: dataclasses.replace(facts(), expert_backend="another")
+            inject(engine, partial(holds_otherwise, expert_backend="another"))
         return agree(proposal._replace(state_digest=state.digest()), state)
 
     agreement.agree = agree_otherwise
@@ -75,7 +71,7 @@ def outputs_are_kept(engine: RankEngine) -> list[str]:
         runner._layout,
         runner._rank,
         runner._collectives,
-        runner._facts,
+        runner._path,
         runner._prepare,
     )
     found = []

@@ -72,7 +72,7 @@ def eager_us(layer: Layer, calls: list[Callable[[], Any]]) -> float:
 
 @torch.inference_mode()
 def path_us(layer: Layer, built: Built, tokens: int) -> float:
-    geometry = StepGeometry.captured(layer.world.layout, tokens, capacity=built.path.capacity)
+    geometry = StepGeometry.captured(layer.world.layout, tokens, capacity=built.path.held.capacity)
     batches = [layer.inputs(tokens, seed=40 + call) for call in range(CALLS)]
     return graph_us(layer, [lambda batch=batch: built.run(batch, geometry) for batch in batches])
 
@@ -124,7 +124,7 @@ def stage_us(layer: Layer, built: Built, tokens: int) -> dict[str, float]:
     from expert_pool.dispatch.experts.routing_kernels import sort_pairs, weighted_sum
 
     backend, dispatcher, experts = built.path.experts, built.path.dispatcher, built.experts
-    geometry = StepGeometry.captured(layer.world.layout, tokens, capacity=built.path.capacity)
+    geometry = StepGeometry.captured(layer.world.layout, tokens, capacity=built.path.held.capacity)
     batch = layer.inputs(tokens, seed=40)
 
     def exchange() -> None:
@@ -260,7 +260,7 @@ def bench_candidates(
     for path_name, path in found.paths.items():
         name, built = str(path_name), Built(path, layer.local, lambda: None)
         times = [
-            attempt(f"bench {name} {count}", path_us, layer, built, count) if count <= path.capacity else None
+            attempt(f"bench {name} {count}", path_us, layer, built, count) if count <= path.held.capacity else None
             for count in tokens
         ]
         bench.candidates.append(name)

@@ -43,8 +43,8 @@ def check_path(layer: Layer, built: Built) -> tuple[list[list[str]], bool]:
     rows, good = [], True
     # The norm of a few narrow rows says less.
     slack = 2 if layer.size.hidden < 512 else 1
-    for seed, counts in enumerate(counts_of(layer.world.size, built.path.capacity)):
-        layer.world.watch.begin(f"{built.path.name} with {counts} tokens")
+    for seed, counts in enumerate(counts_of(layer.world.size, built.path.held.capacity)):
+        layer.world.watch.begin(f"{built.path.held.dispatcher} with {counts} tokens")
         eager, replayed, rounded, same = check_counts(layer, built, counts, seed)
         within = max(eager, replayed) <= slack * built.limit
         verdict = "ok" if within else "TOO LARGE"
@@ -72,13 +72,13 @@ def check_counts(
 
     # An idle rank runs one dummy row, routed to no expert.
     at_least_one = tuple(max(1, count) for count in counts)
-    geometry = StepGeometry.eager(world.layout, at_least_one, capacity=built.path.capacity)
+    geometry = StepGeometry.eager(world.layout, at_least_one, capacity=built.path.held.capacity)
     y = built.run(inputs.padded(max(1, own), built.filler), geometry)[:own]
     eager_error = relative_error(world, y, expected)
     rounded = [relative_error(world, y, layer.reference(inputs, chain)) for chain in built.rounded]
 
     bucket = max(at_least_one)
-    geometry = StepGeometry.captured(world.layout, bucket, capacity=built.path.capacity)
+    geometry = StepGeometry.captured(world.layout, bucket, capacity=built.path.held.capacity)
     static = layer.inputs(bucket, seed=500 + seed)
     replay = capture(world, built, static, geometry)
     padded = inputs.padded(bucket, built.filler)

@@ -294,8 +294,8 @@ def dispatched(layer: Layer, dispatch: str, experts: str, capacity: int, others:
     path.adopt(layer.local.module, "the layer", size.experts, size.top_k)
     started = time.perf_counter()
     path.prepare(world.hosts)
-    if path.tuning:
-        world.say(f"  tuned in {time.perf_counter() - started:.1f} s: {path.tuning}")
+    if path.held.tuning:
+        world.say(f"  tuned in {time.perf_counter() - started:.1f} s: {path.held.tuning}")
 
     return Built(path, layer.local, dispatcher.close)
 

@@ -54,8 +54,7 @@ class InputRecorder:
     """
 
     def __init__(self, path: ExpertPath, rank: int, kept: Collection[int]):
-        self.name, self.expert_backend, self.capacity = path.name, path.expert_backend, path.capacity
-        self.num_bytes, self.tuning, self.quantisation_scales = path.num_bytes, path.tuning, path.quantisation_scales
+        self.held = path.held
         self.largest: dict[int, torch.Tensor] = {}
         self.rows: dict[int, SampleRows] = {}
         self._path = path
@@ -132,7 +131,7 @@ def calibrate(
     exchange.path = recorder
     try:
         counts = (num_tokens,) * exchange.layout.dp_size
-        geometry = StepGeometry.eager(exchange.layout, counts, capacity=path.capacity)
+        geometry = StepGeometry.eager(exchange.layout, counts, capacity=path.held.capacity)
         target.forward(_random_prompt(spec, num_tokens, exchange.layout.dp_rank(exchange.rank)), geometry)
     finally:
         exchange.path = path

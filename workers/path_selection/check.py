@@ -79,7 +79,7 @@ class PathCheck:
             ConfigError: on every rank alike: on some rank the path is too far from the plain experts.
             PeerGaveUp: another rank failed on the way.
         """
-        largest = min(path.capacity, self._num_tokens)
+        largest = min(path.held.capacity, self._num_tokens)
         counts = tuple(largest if rank == 0 else 1 + 37 * rank % largest for rank in range(self._layout.dp_size))
         rows = self._rows_of(layer, counts)
         self._group.meet()  # a rank that has failed so far never comes to what follows
@@ -99,12 +99,12 @@ class PathCheck:
 
     def _computed(self, path: ExpertPath, layer: MoeLayer, rows: SampleRows, counts: tuple[int, ...]) -> torch.Tensor:
         """Of its own, since a path may return a view of what its next step writes."""
-        geometry = StepGeometry.eager(self._layout, counts, capacity=path.capacity)
+        geometry = StepGeometry.eager(self._layout, counts, capacity=path.held.capacity)
         return path.run(layer.experts, *rows, geometry).to(torch.float32, copy=True)
 
     def _rows_of(self, layer: MoeLayer, counts: tuple[int, ...]) -> SampleRows:
         """This rank's part of batches of these many tokens."""
-        geometry = StepGeometry.eager(self._layout, counts, capacity=self._reference.capacity)
+        geometry = StepGeometry.eager(self._layout, counts, capacity=self._reference.held.capacity)
         num_rows = geometry.num_rows_per_rank[self._group.rank]
         real = self.real_rows.get(id(layer.experts.module))
         rows = random_rows(layer, num_rows, self._group.rank, self._device) if real is None else real.first(num_rows)

@@ -336,7 +336,7 @@ def _times_of(
     """Microseconds, `[shapes, buckets]`; infinite beyond the path's capacity."""
     return torch.tensor(
         [
-            [timer.microseconds(path, layer, rows) if rows <= path.capacity else float("inf") for rows in buckets]
+            [timer.microseconds(path, layer, rows) if rows <= path.held.capacity else float("inf") for rows in buckets]
             for layer in samples.values()
         ],
         dtype=torch.float64,

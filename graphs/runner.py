@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 import torch
 
 from ..dispatch.budgets.geometry import StepGeometry
-from ..dispatch.budgets.layout import Layout
 from ..dispatch.collective_call import CollectiveCall
-from ..dispatch.collectives import Collectives
 from ..dispatch.errors import GeometryError
-from ..dispatch.paths.path import ExpertPath
+from ..dispatch.moe import MoeExchange
 from .backend import CaptureBackend, RecordedGraph
 from .kinds import GraphKind
 from .plan import CaptureEntry
@@ -19,6 +17,26 @@ from .static import StaticBuffers
 
 StepFunction = Callable[[Mapping[str, torch.Tensor], StepGeometry, CaptureEntry], torch.Tensor]
 """Runs a step on its input views, `(views, geometry, entry) -> output`; the output has as many rows as are due."""
+
+
+@dataclass(frozen=True)
+class GraphModel:
+    """What the graphs of one model run.
+
+    Attributes:
+        step: the step itself; the same code runs eagerly, in rehearsal, in recording and in static replay.
+        buffers: input buffers, shared by all kinds that run this model.
+        max_requests: the most requests in a step.
+        prepare: what the host does before a step on given inputs, outside any recording.
+        finish: recorded after the step, on its whole output, padding included: `[N, ...]` to `[N]`; see
+            `GraphRunner.finished`.
+    """
+
+    step: StepFunction
+    buffers: StaticBuffers
+    max_requests: int
+    prepare: Callable[[CaptureEntry, Mapping[str, torch.Tensor]], None]
+    finish: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass
@@ -34,61 +52,38 @@ class GraphRunner:
 
     Args:
         kind: its declaration.
-        step: the step itself; the same code runs eagerly, in rehearsal, in recording and in static replay.
-        buffers: input buffers, shared by all kinds that run the same model.
-        max_requests: the most requests in a step.
+        model: what it runs.
+        exchange: of the experts, through which the step goes.
         backend: how steps are recorded.
-        layout: the arrangement of ranks, equal on every rank.
-        rank: this rank.
-        collectives: through which the step exchanges.
-        path: to the experts, on which the step runs.
-        prepare: what the host does before a step on given inputs, outside any recording.
-        finish: recorded after the step, on its whole output, padding included: `[N, ...]` to `[N]`; see `finished`.
     """
 
-    def __init__(
-        self,
-        kind: GraphKind,
-        step: StepFunction,
-        buffers: StaticBuffers,
-        max_requests: int,
-        backend: CaptureBackend,
-        layout: Layout,
-        rank: int,
-        collectives: Collectives,
-        path: ExpertPath,
-        prepare: Callable[[CaptureEntry, Mapping[str, torch.Tensor]], None],
-        finish: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ):
+    def __init__(self, kind: GraphKind, model: GraphModel, exchange: MoeExchange, backend: CaptureBackend):
         self.kind = kind
-        self.buffers = buffers
+        self.buffers = model.buffers
         self.backend = backend
-        self._step = step
-        self._max_requests = max_requests
-        self._layout = layout
-        self._rank = rank
-        self._collectives = collectives
-        self._path = path
-        self._prepare = prepare
-        self._finish = finish
+        self._model = model
+        self._exchange = exchange
+        self._rank = exchange.rank
         self._recordings: dict[CaptureEntry, _Recording] = {}
 
     def geometry(self, entry: CaptureEntry) -> StepGeometry:
         """The geometry of every step that this entry's graph runs; equal on every rank."""
-        return StepGeometry.captured(self._layout, entry.num_tokens, capacity=self._path.held.capacity)
+        return StepGeometry.captured(
+            self._exchange.layout, entry.num_tokens, capacity=self._exchange.path.held.capacity
+        )
 
     def sizes(self, entry: CaptureEntry) -> dict[str, int]:
         """Rows of the input views: tokens after padding, requests, and rows whose output is due."""
         num_tokens = self.geometry(entry).num_tokens(self._rank)
         if self.kind.unit == "tokens":
-            num_requests = min(entry.bucket, self._max_requests)
+            num_requests = min(entry.bucket, self._model.max_requests)
             return {"tokens": num_tokens, "requests": num_requests, "due": num_requests}
         tables = entry.num_tokens if self.kind.attends_by == "token" else entry.bucket
         return {"tokens": num_tokens, "requests": tables, "due": entry.num_tokens}
 
     def rehearse(self, entry: CaptureEntry, capture_depth: int) -> RecordedGeometry:
         """Run the step's code without sending anything; returns what a recording would freeze."""
-        with self._collectives.rehearsing() as calls:
+        with self._exchange.collectives.rehearsing() as calls:
             self._padded_step(entry)()
         return self._record_of(entry, calls, capture_depth)
 
@@ -99,7 +94,7 @@ class GraphRunner:
     def record(self, entry: CaptureEntry, capture_depth: int) -> RecordedGeometry:
         """Record the step; collective over all ranks. Returns what was frozen."""
         recording = _Recording()
-        with self._collectives.listing() as calls:
+        with self._exchange.collectives.listing() as calls:
             recording.graph = self.backend.record(self._finishing(entry, recording), self.kind.model)
         self._recordings[entry] = recording
         return self._record_of(entry, calls, capture_depth)
@@ -151,8 +146,8 @@ class GraphRunner:
 
         def run() -> torch.Tensor:
             output = step()
-            if self._finish is not None:
-                recording.finished = self._finish(output)
+            if self._model.finish is not None:
+                recording.finished = self._model.finish(output)
             return output
 
         return run
@@ -165,10 +160,10 @@ class GraphRunner:
     ) -> None:
         """Copy a step's inputs in, pad them, and do what the host has to before they run."""
         self.buffers.fill(self.buffers.views(self.sizes(entry)), values)
-        self._prepare(entry, values if on_host is None else on_host)
+        self._model.prepare(entry, values if on_host is None else on_host)
 
     def _step_on_views(self, entry: CaptureEntry) -> torch.Tensor:
-        return self._step(self.buffers.views(self.sizes(entry)), self.geometry(entry), entry)
+        return self._model.step(self.buffers.views(self.sizes(entry)), self.geometry(entry), entry)
 
     def _record_of(
         self, entry: CaptureEntry, collectives: list[CollectiveCall], capture_depth: int
@@ -185,7 +180,7 @@ class GraphRunner:
             padding_mode=geometry.padding_mode.name,
             runtime_max_tokens_per_rank=geometry.runtime_max_tokens_per_rank(self._rank),
             static_buffers=self.buffers.shapes(self.sizes(entry)),
-            held=self._path.held,
+            held=self._exchange.path.held,
             capture_depth=capture_depth,
             collectives=tuple(collectives),
         )

@@ -207,9 +207,7 @@ class RankEngine:
         config, spec, layout = self.config, self.config.spec, self.config.layout
         self.draft = make_draft(config, target, exchange, self._device)
         can_record = RecordingMeans(config, allocator, exchange.path, target.attention, self._device)
-        self.graphs = make_graphs(
-            config, self.rank, target, self.draft, self._collectives, exchange.path, can_record, self._device
-        )
+        self.graphs = make_graphs(config, target, self.draft, exchange, can_record)
         scheduler = Scheduler(
             config.limits,
             allocator,

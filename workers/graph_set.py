@@ -6,13 +6,13 @@ import psutil
 import torch
 
 from ..dispatch.budgets.geometry import pad_to_ranks
-from ..dispatch.collectives import Collectives
+from ..dispatch.moe import MoeExchange
 from ..dispatch.paths.path import ExpertPath
 from ..graphs.backend import CaptureBackend, StaticReplayBackend
 from ..graphs.kinds import KINDS, configured_kinds
 from ..graphs.lockstep import LockstepRank
 from ..graphs.plan import CaptureEntry, plan_captures
-from ..graphs.runner import GraphRunner
+from ..graphs.runner import GraphModel, GraphRunner
 from ..graphs.static import BufferSpec, StaticBuffers
 from .attention.kv_cache import BlockAllocator
 from .attention.paged import AttentionBackend
@@ -100,37 +100,28 @@ def activation_bytes(config: RankConfig, entry: CaptureEntry) -> int:
 
 def make_graphs(
     config: RankConfig,
-    rank: int,
     target: TargetModel,
     draft: DraftModel | None,
-    collectives: Collectives,
-    path: ExpertPath,
+    exchange: MoeExchange,
     can_record: Callable[[CaptureEntry], str | None],
-    device: torch.device,
 ) -> LockstepRank:
     """The graph runners of a rank; target and draft graphs each have static buffers for their largest entry."""
-    backend = make_backend(device)
+    backend = make_backend(target.device)
     steps = {"target": target.graph_step} | ({"draft": draft.graph_step} if draft is not None else {})
     finishes = {"target": greedy}
     runners: dict[str, GraphRunner] = {}
     for model, specs in buffer_specs(config).items():
-        buffers = StaticBuffers(specs, device)
+        graph_model = GraphModel(
+            steps[model],
+            StaticBuffers(specs, target.device),
+            config.limits.max_running_requests,
+            target.attention.prepare,
+            finishes.get(model),
+        )
         for kind, _ in configured_kinds(config.limits):
             if kind.model == model:
-                runners[kind.name] = GraphRunner(
-                    kind,
-                    steps[model],
-                    buffers,
-                    config.limits.max_running_requests,
-                    backend,
-                    config.layout,
-                    rank,
-                    collectives,
-                    path,
-                    target.attention.prepare,
-                    finishes.get(model),
-                )
-    return LockstepRank(rank, runners, can_record)
+                runners[kind.name] = GraphRunner(kind, graph_model, exchange, backend)
+    return LockstepRank(exchange.rank, runners, can_record)
 
 
 def buffer_specs(config: RankConfig) -> dict[str, dict[str, BufferSpec]]:

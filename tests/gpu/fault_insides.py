@@ -64,15 +64,11 @@ def outputs_are_kept(engine: RankEngine) -> list[str]:
     runner = engine.graphs.runners["decode"]
     other = GraphRunner(
         dataclasses.replace(runner.kind, model="draft"),
-        runner._step,
-        StaticBuffers(buffer_specs(engine.config)["target"], engine._device),
-        runner._max_requests,
+        dataclasses.replace(
+            runner._model, buffers=StaticBuffers(buffer_specs(engine.config)["target"], engine._device), finish=None
+        ),
+        runner._exchange,
         runner.backend,
-        runner._layout,
-        runner._rank,
-        runner._collectives,
-        runner._path,
-        runner._prepare,
     )
     found = []
     for entry in engine.graphs.committed.entries:

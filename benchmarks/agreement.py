@@ -37,11 +37,12 @@ from expert_pool.dispatch.paths.maker import make_dispatcher
 from expert_pool.dispatch.paths.path import DispatchedPath
 from expert_pool.graphs.lockstep import LockstepRank
 from expert_pool.graphs.plan import plan_captures
-from expert_pool.workers.agreement import Agreement, Proposal, StateReader
+from expert_pool.workers.agreement import Agreement, StateReader
 from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.path_selection.exchange_sizes import budget_for
 from expert_pool.workers.rank_config import RankConfig
 from expert_pool.workers.scheduling.scheduler import BatchKind
+from expert_pool.workers.step_plan import Proposal
 
 MODEL = str(Path(__file__).resolve().parent.parent / "examples" / "tiny_moe")
 WARM_UP = 50

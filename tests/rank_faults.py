@@ -206,7 +206,7 @@ def other_config(engine: RankEngine) -> AbstractContextManager[None]:
         engine.config.limits, max_running_requests=engine.config.limits.max_running_requests + 1
     )
     config = msgspec.structs.replace(engine.config, limits=limits)
-    return replaced(engine._loop, "_state", StateReader(config, path_of(engine), engine.graphs))
+    return replaced(engine.loaded.loop, "_state", StateReader(config, path_of(engine), engine.graphs))
 
 
 @contextmanager
@@ -219,7 +219,7 @@ def ends_inside(engine: RankEngine, stage: str, by: str) -> Iterator[None]:
         by: `raising` or `dying`.
     """
     collectives = collectives_of(engine)
-    owner, name = (engine._loop._executor, "run") if stage == "step" else (engine.graphs, stage)
+    owner, name = (engine.loaded.loop._executor, "run") if stage == "step" else (engine.graphs, stage)
     run, all_to_all = getattr(owner, name), collectives.all_to_all
     inside = [False]
 
@@ -252,7 +252,7 @@ def ends_at_step(engine: RankEngine, kind: str, number: int, by: str, stamp: str
         by: `raising`, `dying` or `stopping`.
         stamp: file that gets the time when it happens.
     """
-    collectives, executor = collectives_of(engine), engine._loop._executor
+    collectives, executor = collectives_of(engine), engine.loaded.loop._executor
     run, all_to_all = executor.run, collectives.all_to_all
     steps, inside = [0], [False]
 

@@ -7,15 +7,15 @@ from typing import Any
 from expert_pool.dispatch.collective_call import CollectiveCall
 from expert_pool.graphs.plan import CaptureEntry
 from expert_pool.graphs.report import GraphReport
-from expert_pool.workers.agreement import StepPlan
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.mailbox import Inbox, Intake
 from expert_pool.workers.model.target import TargetModel
 from expert_pool.workers.request import Request, SamplingParams
+from expert_pool.workers.step_plan import StepPlan
 
 
 def target_of(engine: RankEngine) -> TargetModel:
-    return engine._loop._executor._model
+    return engine.loaded.loop._executor._model
 
 
 def dispatcher_of(engine: RankEngine) -> Any:
@@ -111,7 +111,7 @@ def run_script(
             keys += len(prompts)
             if engine.rank == layout.leader(dp_rank):
                 mine[iteration] = requests
-    loop, steps = engine._loop, []
+    loop, steps = engine.loaded.loop, []
     inbox, executor_run = loop._inbox, loop._executor.run
 
     def run_and_note(batch: Any, plan: StepPlan) -> Any:

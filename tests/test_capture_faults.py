@@ -434,15 +434,15 @@ def disagree_while_running(engine: RankEngine, fault: Fault, faulty_rank: int) -
     Returns:
         The error that this rank raised, seconds from the fault to it, and what was generated in the end.
     """
-    agreement, seen = engine._loop._agreement, [0]
+    agreement, seen = engine.loaded.loop._agreement, [0]
     agree, opened = agreement.agree, []
 
     def agree_with_fault(*arguments: Any) -> Any:
         seen[0] += 1
         if seen[0] == FAULTY_STEP and engine.rank == faulty_rank:
             opened[0].__enter__()
-            proposal = arguments[0]._replace(state_digest=engine._loop._state.digest())
-            arguments = (proposal, engine._loop._state)
+            proposal = arguments[0]._replace(state_digest=engine.loaded.loop._state.digest())
+            arguments = (proposal, engine.loaded.loop._state)
         return agree(*arguments)
 
     opened.append(fault(engine))

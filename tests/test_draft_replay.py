@@ -101,10 +101,10 @@ class DraftCaches:
 
     def __init__(self, engine: RankEngine):
         caches: list[KvCache] = [target_of(engine).cache]
-        assert engine.draft is not None
-        self.draft_writes = engine.draft.cache is not None
-        if engine.draft.cache is not None:
-            caches.append(engine.draft.cache)
+        assert engine.loaded.draft is not None
+        self.draft_writes = engine.loaded.draft.cache is not None
+        if engine.loaded.draft.cache is not None:
+            caches.append(engine.loaded.draft.cache)
         generator = torch.Generator().manual_seed(3)
         self._tensors = [tensor for cache in caches for tensor in (*cache._keys, *cache._values)]
         self._num_target = len(caches[0]._keys) * 2
@@ -139,7 +139,7 @@ def exact_views(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @torch.inference_mode()
 def compare_draft_replays(engine: RankEngine, kind: str, steps: Sequence[tuple[int, ...]]) -> list[str]:
     """Each step replayed after poisoning, directly with the same padding, and without padding; what differed here."""
-    layout, runner, draft = engine.config.layout, engine.graphs.runners[kind], engine.draft
+    layout, runner, draft = engine.config.layout, engine.graphs.runners[kind], engine.loaded.draft
     assert draft is not None
     caches, found = DraftCaches(engine), []
     for counts in steps:

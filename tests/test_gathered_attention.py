@@ -150,7 +150,7 @@ def test_graphs_that_would_gather_too_much_are_refused_and_the_others_reserved_f
 def gather(engine: RankEngine) -> None:
     """Have this rank's graphs attend as those on a GPU without FlashInfer's kernels do."""
     target, spec = target_of(engine), engine.config.spec
-    target.attention = GatheredAttention(target.cache, spec.attention, spec.context_length, engine._device)
+    target.attention = GatheredAttention(target.cache, spec.attention, spec.context_length, engine.device)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -16,6 +16,7 @@ from expert_pool.graphs.lockstep import LockstepRank
 from expert_pool.graphs.plan import CaptureEntry, plan_captures
 from expert_pool.graphs.record import differences
 from expert_pool.workers.agreement import Agreement, StateReader
+from expert_pool.workers.attention.choice import make_attention
 from expert_pool.workers.attention.kv_cache import PADDING_BLOCK, BlockAllocator, KvCache
 from expert_pool.workers.attention.kv_sizing import (
     GRAPH_BYTES,
@@ -162,7 +163,7 @@ def test_a_graph_is_refused_by_the_memory_of_the_device_that_records_it(tiny_moe
 
 def agree(engine: RankEngine, readings: list[MemoryReading], config: RankConfig) -> int | str:
     try:
-        return agree_on_blocks(readings[engine.rank], config, engine._host_group)
+        return agree_on_blocks(readings[engine.rank], config, engine.joined.host_group)
     except ConfigError as error:
         return str(error)
 
@@ -193,12 +194,12 @@ def largest_step_on_a_bare_cache(engine: RankEngine, faulty_rank: int | None) ->
     """
     target, config = target_of(engine), engine.config
     kept = target.cache, target.attention
-    bare = KvCache(config.spec.attention, 1, config.block_size, kept[0].pages(0)[0].dtype, engine._device)
-    target.cache, target.attention = bare, engine._attention(bare)
+    bare = KvCache(config.spec.attention, 1, config.block_size, kept[0].pages(0)[0].dtype, engine.device)
+    target.cache, target.attention = bare, make_attention(config, bare, engine.device)
     if engine.rank == faulty_rank:
         config = msgspec.structs.replace(config, num_blocks=config.num_blocks + 1)
     state = StateReader(config, path_of(engine), LockstepRank(engine.rank, {}, lambda _: None))
-    agreement = Agreement(engine._host_group, config.layout)
+    agreement = Agreement(engine.joined.host_group, config.layout)
     drawn = []
 
     def draw(logits_MV: torch.Tensor, sequences: list[Any]) -> torch.Tensor:

@@ -13,6 +13,7 @@ from expert_pool.cluster.config import resolve
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.rank_config import LoadReport, RankConfig
+from expert_pool.workers.start import loading
 from models import COMMON
 from plain_ranks import CONTEXT, DEADLINE_S
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -68,13 +69,13 @@ def load_all(config: RankConfig, last_reads_after_s: float = 0) -> list[LoadRepo
 
 def _load(config: RankConfig, rank: int, rendezvouses: Any, reports: Any, reads_after_s: float) -> None:
     engine = RankEngine(config, rank)
-    read = engine._weights
+    read = loading.read_weights
 
-    def read_late(exchange: Any) -> Any:
+    def read_late(*arguments: Any) -> Any:
         time.sleep(reads_after_s)
-        return read(exchange)
+        return read(*arguments)
 
-    engine._weights = read_late
+    loading.read_weights = read_late
     if rank == 0:
         rendezvous = engine.open_rendezvous("127.0.0.1")
         for _ in range(config.layout.world_size - 1):

@@ -74,7 +74,7 @@ def test_masks_and_attention_that_disagree_are_refused(tmp_path):
 def gathered(engine: RankEngine, *arguments: object) -> Generated:
     """With decode graphs that attend as those on a GPU without FlashInfer's kernels do."""
     target, spec = target_of(engine), engine.config.spec
-    target.attention = GatheredAttention(target.cache, spec.attention, spec.context_length, engine._device)
+    target.attention = GatheredAttention(target.cache, spec.attention, spec.context_length, engine.device)
     return run_script(engine, *arguments)
 
 

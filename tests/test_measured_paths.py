@@ -67,10 +67,10 @@ def choose_again(engine: RankEngine, **tuning: Any) -> Settled:
 
 def choice_of(engine: RankEngine, **tuning: Any) -> PathChoice:
     config = msgspec.structs.replace(engine.config, tuning=Tuning(repeats=1, **tuning))
-    world = engine._collectives._groups["ep"]
-    maker = path_maker(config, engine.rank, engine._collectives, world, engine._device)
-    hosts = HostGroup(engine._host_group, engine.rank)
-    check = path_check(config, hosts, target_of(engine)._exchange.path, engine._device)
+    world = engine.joined.world
+    maker = path_maker(config, engine.rank, engine.joined.collectives, world, engine.device)
+    hosts = HostGroup(engine.joined.host_group, engine.rank)
+    check = path_check(config, hosts, target_of(engine)._exchange.path, engine.device)
     return PathChoice(config, maker, hosts, StaticReplayBackend(), check)
 
 
@@ -394,12 +394,10 @@ def test_the_table_is_shown_at_start_and_in_the_pools_status(random_models):
 def scales_of(engine: RankEngine) -> list[tuple[float, float]]:
     target = target_of(engine)
     layers = moe_layers(engine.config, target.model, target._exchange)
-    maker = path_maker(
-        engine.config, engine.rank, engine._collectives, engine._collectives._groups["ep"], engine._device
-    )
-    group = HostGroup(engine._host_group, engine.rank)
+    maker = path_maker(engine.config, engine.rank, engine.joined.collectives, engine.joined.world, engine.device)
+    group = HostGroup(engine.joined.host_group, engine.rank)
     with replaced(target._exchange, "path", loading_path(engine.config, maker)):
-        return calibrate(engine.config.spec, target.model, target._exchange, layers, group, engine._device).scales
+        return calibrate(engine.config.spec, target.model, target._exchange, layers, group, engine.device).scales
 
 
 def scales_with_nan_on_one(engine: RankEngine) -> str:

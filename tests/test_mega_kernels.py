@@ -83,11 +83,11 @@ class Kernels(MegaKernels):
 
 def kernels_of(engine: RankEngine) -> tuple[Kernels, HostGroup, list[torch.nn.Module]]:
     """Kernels without layers, the host group, and experts modules of a few layers."""
-    kernels = Kernels(engine._collectives._groups["ep"], engine.config.layout, engine.rank, engine._device, "none")
+    kernels = Kernels(engine.joined.world, engine.config.layout, engine.rank, engine.device, "none")
     experts = [torch.nn.Module() for _ in range(NUM_LAYERS)]
     for module in experts:
         module.register_parameter("down_proj", torch.nn.Parameter(torch.zeros(2, 64, 32)))
-    return kernels, HostGroup(engine._host_group, engine.rank), experts
+    return kernels, HostGroup(engine.joined.host_group, engine.rank), experts
 
 
 def build(kernels: Kernels, group: HostGroup, experts: list[torch.nn.Module], capacity: int) -> Any:

@@ -24,9 +24,9 @@ def gang(random_models) -> Iterator[RankGang]:
 def shown(engine: RankEngine) -> tuple[list[str], list[TileTable | str], list[bytes]]:
     table = msgspec.convert(TABLE, TileTable)
     return (
-        gather_values(OWN[engine.rank], str, engine._host_group),
-        gather_values("no tile runs" if engine.rank == 1 else table, TileTable | str, engine._host_group),
-        gather_messages(b"", engine._host_group),
+        gather_values(OWN[engine.rank], str, engine.joined.host_group),
+        gather_values("no tile runs" if engine.rank == 1 else table, TileTable | str, engine.joined.host_group),
+        gather_messages(b"", engine.joined.host_group),
     )
 
 
@@ -44,7 +44,7 @@ def refusal_of_a_pickle(engine: RankEngine) -> str:
     """Rank 1 sends a pickle that would end whoever loads it."""
     own = pickle.dumps(Mischief()) if engine.rank == 1 else b"text"
     try:
-        gather_values(own, str, engine._host_group)
+        gather_values(own, str, engine.joined.host_group)
     except msgspec.ValidationError as error:
         return str(error)
     return "taken"

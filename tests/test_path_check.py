@@ -207,7 +207,7 @@ def test_a_path_of_a_cached_table_that_one_rank_failed_to_prepare_is_not_tried_a
 
 def met_by_one_alone(engine: RankEngine) -> str:
     """One rank waits for the others in what they have finished without it, which none of them calls a failure."""
-    group = HostGroup(engine._host_group, engine.rank)
+    group = HostGroup(engine.joined.host_group, engine.rank)
 
     def build() -> int:
         if engine.rank == 1:

@@ -14,13 +14,13 @@ from expert_pool.dispatch.budgets.geometry import StepGeometry
 from expert_pool.graphs.kinds import KINDS
 from expert_pool.graphs.plan import CaptureEntry, plan_captures
 from expert_pool.graphs.runner import GraphRunner
-from expert_pool.workers.agreement import EAGER_TOO_LARGE
 from expert_pool.workers.attention.kv_cache import PADDING_BLOCK
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.request import Request, SamplingParams
 from expert_pool.workers.scheduling.inputs import StepInputs, dummy, pack
 from expert_pool.workers.scheduling.scheduler import BatchKind, ScheduledBatch, Slice
 from expert_pool.workers.scheduling.sequence import RunningRequest
+from expert_pool.workers.step_plan import EAGER_TOO_LARGE
 from models import FAMILIES, VOCAB_SIZE
 from plain_ranks import RankGang
 from rank_insides import Generated, RanStep, collectives_of, dispatcher_of, run_script, target_of
@@ -101,7 +101,7 @@ def make_batch(engine: RankEngine, kind: str, count: int) -> ScheduledBatch:
         lengths = [count // num_requests + (index < count % num_requests) for index in range(num_requests)]
     else:
         lengths = [VERIFY_TOKENS if kind == "target_verify" else 1] * count
-    allocator = engine._loop._scheduler._allocator
+    allocator = engine.loaded.loop._scheduler._allocator
     slices = []
     for index, length in enumerate(lengths):
         # Contexts end within a block and at its edge; the first prefill starts at nothing.
@@ -196,7 +196,7 @@ def compare_replays(engine: RankEngine, kind: str, steps: Sequence[tuple[int, ..
         eager = target.forward(exact, geometry)[:num_due]
 
         for piece in batch.slices:
-            engine._loop._scheduler._allocator.release(piece.sequence.blocks)
+            engine.loaded.loop._scheduler._allocator.release(piece.sequence.blocks)
         where = f"{entry} with counts {counts}"
         if replayed.shape != (num_due, target.model.config.vocab_size):
             found.append(f"{where}: {tuple(replayed.shape)} logits for {num_due} due rows")

@@ -29,7 +29,7 @@ PLACES = tuple(RankPlace(rank, "node", "10.0.0.1", 100 + rank, ()) for rank in r
 
 def hang_in_a_launch(engine: RankEngine) -> None:
     """As where the device's queue is full of kernels that wait for a peer: the call neither returns nor raises."""
-    executor, run = engine._loop._executor, engine._loop._executor.run
+    executor, run = engine.loaded.loop._executor, engine.loaded.loop._executor.run
     launched = [0]
 
     def hang(*arguments):

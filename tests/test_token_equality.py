@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from expert_pool.cluster import Limits, PoolConfig
 from expert_pool.graphs.plan import CapturePlan
-from expert_pool.workers.agreement import EAGER_NO_GRAPHS
 from expert_pool.workers.engine import RankEngine
+from expert_pool.workers.step_plan import EAGER_NO_GRAPHS
 from models import FAMILIES, VOCAB_SIZE
 from plain_ranks import RankGang
 from rank_insides import Generated, run_script

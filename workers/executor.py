@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from ..dispatch.errors import RankError
 from ..graphs.lockstep import LockstepRank
-from .agreement import StepPlan
 from .model.target import TargetModel
 from .scheduling.inputs import PackedStep, dummy, pack
 from .scheduling.sampler import sample
 from .scheduling.scheduler import ScheduledBatch
+from .sharing import SharingRanks
+from .step_plan import StepPlan
 
 _POLL_S = 20e-6
 
@@ -55,24 +56,13 @@ class StepExecutor:
     Args:
         model: with its cache.
         graphs: the committed graphs of this rank.
-        leader: the rank whose tokens all ranks that share its batch take.
-        is_leader: whether this is that rank.
-        sharing_group: process group of those ranks; `None` when there is only one.
+        sharing: the ranks that share this rank's batch, and take the tokens of their leader.
     """
 
-    def __init__(
-        self,
-        model: TargetModel,
-        graphs: LockstepRank,
-        leader: int,
-        is_leader: bool,
-        sharing_group: dist.ProcessGroup | None,
-    ):
+    def __init__(self, model: TargetModel, graphs: LockstepRank, sharing: SharingRanks):
         self._model = model
         self._graphs = graphs
-        self._leader = leader
-        self._is_leader = is_leader
-        self._sharing_group = sharing_group
+        self._sharing = sharing
         self._tokens_N = torch.empty(0, dtype=torch.int64, device=model.device)
 
     @torch.inference_mode()
@@ -113,10 +103,10 @@ class StepExecutor:
     def _sample(self, batch: ScheduledBatch, logits_NV: torch.Tensor, greedy_N: torch.Tensor | None) -> torch.Tensor:
         """The leader's tokens, on every rank that shares the batch: two ranks must never continue differently."""
         sequences = [piece.sequence for piece in batch.slices if piece.reaches_end]
-        if self._sharing_group is None or not sequences:
+        if self._sharing.step_group is None or not sequences:
             return sample(logits_NV, sequences, greedy_N)
         tokens_N = torch.empty(len(sequences), dtype=torch.int64, device=logits_NV.device)
-        if self._is_leader:
+        if self._sharing.is_leader:
             tokens_N = sample(logits_NV, sequences, greedy_N)
-        dist.broadcast(tokens_N, src=self._leader, group=self._sharing_group)
+        dist.broadcast(tokens_N, src=self._sharing.leader, group=self._sharing.step_group)
         return tokens_N

@@ -14,8 +14,8 @@ from ..graphs.lockstep import LockstepRank
 from ..graphs.plan import CaptureEntry, plan_captures
 from ..graphs.runner import GraphModel, GraphRunner
 from ..graphs.static import BufferSpec, StaticBuffers
+from .attention.backend import AttentionBackend
 from .attention.kv_cache import BlockAllocator
-from .attention.paged import AttentionBackend
 from .model.target import TargetModel
 from .rank_config import RankConfig
 from .scheduling.inputs import target_buffer_specs

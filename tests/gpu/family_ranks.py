@@ -127,7 +127,7 @@ def logits_of(engine: Any, batches: list[list[list[int]]], routing: Routing) -> 
     from expert_pool.workers.attention.kv_cache import BlockAllocator
     from expert_pool.workers.scheduling.inputs import dummy
 
-    config, target = engine.config, engine._loop._executor._model
+    config, target = engine.config, engine.loaded.loop._executor._model
     allocator, batch = BlockAllocator(config.num_blocks, config.block_size), batches[engine.rank]
     tables: list[list[int]] = [[] for _ in batch]
     for table, tokens in zip(tables, batch, strict=True):
@@ -239,7 +239,7 @@ def rank_main(config: Any, rank: int, batches: Any, port_file: Path, folder: str
         engine.load()
         own.send(("ready", f"{time.monotonic() - started:.1f} s after its start"))
         go.wait()
-        target = engine._loop._executor._model
+        target = engine.loaded.loop._executor._model
         routing = Routing(target._exchange)
         plan, reasons = record_what_can_be(engine, routing)
         attention = type(target.attention).__name__

@@ -37,7 +37,7 @@ def disagree_at_next_step(engine: RankEngine, what: str) -> None:
         what: `graphs`: it lacks the graph that steps replay; `backend`: its experts have another name; `step`: it is a
             step ahead.
     """
-    agreement, graphs = engine._loop._agreement, engine.graphs
+    agreement, graphs = engine.loaded.loop._agreement, engine.graphs
     agree = agreement.agree
 
     def agree_otherwise(proposal: Any, state: Any) -> Any:
@@ -65,7 +65,7 @@ def outputs_are_kept(engine: RankEngine) -> list[str]:
     other = GraphRunner(
         dataclasses.replace(runner.kind, model="draft"),
         dataclasses.replace(
-            runner._model, buffers=StaticBuffers(buffer_specs(engine.config)["target"], engine._device), finish=None
+            runner._model, buffers=StaticBuffers(buffer_specs(engine.config)["target"], engine.device), finish=None
         ),
         runner._exchange,
         runner.backend,
@@ -79,7 +79,7 @@ def outputs_are_kept(engine: RankEngine) -> list[str]:
         other.record(entry, 1)
         few, few_on_host, release_few = _inputs(engine, 1)
         replayed = other.replay(entry, few, 1, few_on_host)
-        if engine._device.type == "cuda":
+        if engine.device.type == "cuda":
             if not torch.equal(output, before):
                 found.append(f"{entry}: the second graph wrote into the output of the first")
             if replayed.untyped_storage().data_ptr() == output.untyped_storage().data_ptr():
@@ -94,7 +94,7 @@ def outputs_are_kept(engine: RankEngine) -> list[str]:
 
 def _inputs(engine: RankEngine, count: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
     """A decode step of `count` requests with nothing cached but zeros, on the device and on the host."""
-    allocator, slices = engine._loop._scheduler._allocator, []
+    allocator, slices = engine.loaded.loop._scheduler._allocator, []
     for index in range(count):
         length = 5 + 3 * index
         sequence = RunningRequest(Request(index, tuple(range(2, 2 + length)), SamplingParams()), 512, None)
@@ -102,7 +102,7 @@ def _inputs(engine: RankEngine, count: int) -> tuple[dict[str, torch.Tensor], di
         assert allocator.grow(sequence.blocks, length)
         slices.append(Slice.of(sequence, 1))
     packed = pack(ScheduledBatch(BatchKind.DECODE, tuple(slices)), engine.config.block_size)
-    inputs = packed.inputs.to(engine._device)
+    inputs = packed.inputs.to(engine.device)
 
     def release() -> None:
         for piece in slices:

@@ -128,7 +128,7 @@ def _main(
             result = _measure(engine, count, new_tokens, profile)
             if rank == 0:
                 reports.put(("measured", result))
-        dist.barrier(group=engine._host_group)
+        dist.barrier(group=engine.joined.host_group)
         time.sleep(60)  # until it is killed: leaving in order would wait for NCCL
     except BaseException:
         reports.put(("failed", f"rank {rank}:\n{traceback.format_exc()}"))
@@ -183,7 +183,7 @@ def _run_loop(engine: RankEngine, count: int, new_tokens: int) -> None:
     sampling = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
     own = prompts(count, engine.config.spec.vocab_size, seed=engine.rank)
     requests = [Request(1000 * engine.rank + index, prompt, sampling) for index, prompt in enumerate(own)]
-    loop, inbox = engine._loop, engine._loop._inbox
+    loop, inbox = engine.loaded.loop, engine.loaded.loop._inbox
     loop._inbox = ScriptedInbox({0: requests})
     try:
         loop.run()
@@ -239,10 +239,10 @@ def _bare_ms(engine: RankEngine, kept: _KeptInputs) -> float:
         graph = runner._recordings[entry].graph
         for _ in range(SETTLING_REPLAYS):
             graph.replay()
-        if engine._device.type == "cuda":
+        if engine.device.type == "cuda":
             torch.cuda.synchronize()
-        dist.barrier(group=engine._host_group)
-        times.append(_replays_ms(graph, engine._device))
+        dist.barrier(group=engine.joined.host_group)
+        times.append(_replays_ms(graph, engine.device))
     return statistics.median(times)
 
 

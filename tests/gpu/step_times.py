@@ -20,7 +20,7 @@ class StepTimes:
     """
 
     def __init__(self, engine: Any):
-        self._loop = engine._loop
+        self._loop = engine.loaded.loop
         self._run_step = self._loop._run_step
         self._noted: list[tuple[float, str | None]] = []
         self._loop._run_step = self._note
@@ -100,7 +100,7 @@ class HostProfile:
         from expert_pool.workers.executor import SampledTokens
         from expert_pool.workers.scheduling.inputs import PackedStep
 
-        loop, graphs = engine._loop, engine.graphs
+        loop, graphs = engine.loaded.loop, engine.graphs
         executor, runner = loop._executor, graphs.runners["decode"]
         attention = executor._model.attention
         self.seconds: dict[str, list[float]] = {}

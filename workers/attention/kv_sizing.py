@@ -6,17 +6,21 @@ ranks take the smallest number of blocks that fits on any of them, so a request 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 from ...dispatch.budgets.budget import largest_step
 from ...dispatch.budgets.limits import tokens_per_request
 from ...dispatch.collectives import all_gather_tensors
 from ...dispatch.errors import ConfigError
-from ...graphs.plan import CaptureEntry
-from ..agreement import Agreement, Proposal, StateReader
+from ...dispatch.moe import MoeExchange
+from ...graphs.lockstep import LockstepRank
+from ...graphs.plan import CaptureEntry, plan_captures
+from ..agreement import Agreement, StateReader
 from ..graph_set import static_bytes
 from ..model.target import TargetModel
 from ..rank_config import RankConfig
@@ -26,7 +30,9 @@ from ..scheduling.sampler import sample
 from ..scheduling.scheduler import BatchKind
 from ..scheduling.sequence import RunningRequest
 from ..speculation.draft import draft_cache
-from .kv_cache import PADDING_BLOCK, PADDING_SLOT
+from ..step_plan import Proposal
+from .choice import make_attention
+from .kv_cache import PADDING_BLOCK, PADDING_SLOT, KvCache
 
 # An estimate of what one CUDA graph takes beside activations: its kernel nodes, and the allocator's rounding. Graphs of
 # the small models in docs/gpu-results.md took less.
@@ -51,6 +57,47 @@ class MemoryReading(NamedTuple):
     def left(self, utilization: float) -> int:
         """Bytes for the KV cache; negative where there are none."""
         return int(self.total * utilization) - self.others - self.peak - self.graphs
+
+
+def make_target(
+    config: RankConfig, model: PreTrainedModel, exchange: MoeExchange, num_blocks: int, device: torch.device
+) -> TargetModel:
+    """The model over a KV cache of this many blocks, the padding block included."""
+    dtype = getattr(torch, config.spec.dtype)
+    with torch.inference_mode(False):
+        cache = KvCache(config.spec.attention, num_blocks, config.block_size, dtype, device)
+    return TargetModel(model, exchange, cache, make_attention(config, cache, device), device)
+
+
+def measured_blocks(
+    config: RankConfig,
+    model: PreTrainedModel,
+    exchange: MoeExchange,
+    agreement: Agreement,
+    host_group: dist.ProcessGroup,
+    device: torch.device,
+) -> int:
+    """KV blocks of every rank, from a forward of the largest step; collective over all ranks.
+
+    Args:
+        config: equal on every rank; its `gpu_memory_utilization` is set.
+        model: of this rank, on its device.
+        exchange: that its experts are bound to, with the path that it will keep.
+        agreement: of all ranks.
+        host_group: a Gloo group of all ranks.
+        device: of this rank.
+
+    Raises:
+        ConfigError: on every rank alike; see `blocks_for_all`.
+    """
+    target = make_target(config, model, exchange, 1, device)
+    state = StateReader(config, exchange.path, LockstepRank(exchange.rank, {}, lambda _: None))
+    reading, step_bytes = read_memory(partial(run_largest_step, config, target, agreement, state), device)
+    refusal = target.attention.refusal
+    entries = [entry for entry in plan_captures(config.limits).entries if refusal(entry) is None]
+    attention_bytes = target.attention.graph_bytes(entries)
+    reserved = graph_reserve(config, entries, step_bytes, attention_bytes)
+    return agree_on_blocks(reading._replace(graphs=reserved), config, host_group)
 
 
 def least_blocks(config: RankConfig) -> int:

@@ -6,7 +6,7 @@ attention layer ends up in `paged.attend(...)`: the batch knows how it lies in m
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +15,22 @@ from transformers import AttentionInterface
 from ...dispatch.errors import CheckpointError
 from ...graphs.plan import CaptureEntry
 from ..scheduling.inputs import StepInputs
+from .backend import AttendingBatch
 from .kv_cache import KvCache
 
 ATTENTION_NAME = "expert_pool_paged"
 # What models hand their attention that changes nothing here: dropout is for training, positions are in queries and keys
-# already, and the others ask the model for further outputs.
+# already, the cache knows each layer's window, and the others ask the model for further outputs.
 _WITHOUT_EFFECT = frozenset(
-    {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
+    {
+        "dropout",
+        "position_ids",
+        "sliding_window",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+    }
 )
 
 
@@ -37,9 +46,8 @@ def _paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged: Any,
+    paged: AttendingBatch,
     scaling: float,
-    sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -64,32 +72,6 @@ def refuse_unknown_arguments(arguments: Mapping[str, Any]) -> None:
 def layer_index(module: torch.nn.Module) -> int:
     """Which decoder layer an attention module belongs to; every family keeps it there."""
     return int(cast(int, module.layer_idx))
-
-
-class AttentionBackend(Protocol):
-    """How a rank attends over its paged cache."""
-
-    def refusal(self, entry: CaptureEntry) -> str | None:
-        """Why a kind of step can have no graph with this attention; `None` where it can."""
-        ...
-
-    def graph_bytes(self, entries: Sequence[CaptureEntry]) -> int:
-        """Memory that graphs of these entries take for attention alone, beside inputs and outputs; an upper bound."""
-        ...
-
-    def prepare(self, entry: CaptureEntry, values: Mapping[str, torch.Tensor]) -> None:
-        """What the host has to do before a graph runs on these inputs (host tensors, before padding)."""
-        ...
-
-    def batch(self, inputs: StepInputs, entry: CaptureEntry | None, slots_T: torch.Tensor) -> Any:
-        """What the attention layers of one step call: an object with `attend`, like `PagedBatch`.
-
-        Args:
-            inputs: of an eager step, on the host; of a graph, its static buffers.
-            entry: which graph; `None` for an eager step.
-            slots_T: the slots of these inputs, on the rank's device.
-        """
-        ...
 
 
 class SdpaAttention:

@@ -157,13 +157,12 @@ def _note_window(
     *,
     paged: ModelProbe,
     scaling: float,
-    sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention of the first run."""
     refuse_unknown_arguments(arguments)
-    paged.note_window(module, attention_mask, sliding_window)
+    paged.note_window(module, attention_mask, arguments.get("sliding_window"))
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 

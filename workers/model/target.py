@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 from ...dispatch.budgets.geometry import StepGeometry
 from ...dispatch.moe import MoeExchange
 from ...graphs.plan import CaptureEntry
+from ..attention.backend import AttentionBackend
 from ..attention.kv_cache import KvCache
-from ..attention.paged import AttentionBackend
 from ..scheduling.inputs import StepInputs
 
 

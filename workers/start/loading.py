@@ -1,0 +1,156 @@
+"""From process groups to a rank that can run steps: weights, path to the experts, cache, graphs, scheduler, loop."""
+
+import logging
+import resource
+import time
+from dataclasses import dataclass
+
+import msgspec
+from transformers import AutoTokenizer
+
+from ...dispatch.expert_load import ExpertLoad
+from ...dispatch.moe import MoeExchange
+from ...dispatch.probe import HostGroup
+from ...graphs.lockstep import LockstepRank
+from ..agreement import Agreement, StateReader
+from ..attention.kv_cache import BlockAllocator
+from ..attention.kv_sizing import make_target, measured_blocks
+from ..executor import StepExecutor
+from ..graph_set import RecordingMeans, make_backend, make_graphs
+from ..mailbox import Inbox, Outbox
+from ..model.checkpoint import expert_bytes
+from ..model.spec import ModelSpec
+from ..observing.reporter import StepReporter
+from ..observing.trace import StepTrace
+from ..path_selection.candidates import loading_path, path_check, path_maker
+from ..path_selection.selection import PathChoice
+from ..rank_config import LoadReport, RankConfig
+from ..scheduling.continued_text import Decode
+from ..scheduling.scheduler import Scheduler
+from ..speculation.draft import DraftModel, make_draft
+from ..step import StepLoop
+from .groups import Joined
+from .host_memory import refuse_beyond_host
+from .rendezvous import wait_for_all
+from .weights import read_weights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedRank:
+    """A rank that can run steps.
+
+    Attributes:
+        config: of the rank, with the number of KV blocks that ranks agreed on; equal on every rank.
+        draft: its draft model; `None` without speculation.
+        graphs: its graphs, none at first.
+        expert_load: what its MoE layers count into; `None` where they do not.
+        loop: its step loop.
+    """
+
+    config: RankConfig
+    draft: DraftModel | None
+    graphs: LockstepRank
+    expert_load: ExpertLoad | None
+    loop: StepLoop
+
+
+def load(
+    config: RankConfig, joined: Joined, inbox: Inbox, outbox: Outbox, trace: StepTrace | None
+) -> tuple[LoadedRank, LoadReport]:
+    """Read this rank's weights and allocate its cache and buffers; collective over all ranks.
+
+    Args:
+        config: of the rank, equal on every rank.
+        joined: its groups.
+        inbox: where its requests come from.
+        outbox: where its completions go.
+        trace: remembers the stages of steps; `None` where nobody asks for them.
+
+    Raises:
+        ConfigError: this machine has less memory than this rank alone would hold.
+        RankError: others did not finish reading in time.
+    """
+    refuse_beyond_host(config, ranks_here=1)
+    layout, rank, device = config.layout, joined.rank, joined.device
+    maker = path_maker(config, rank, joined.collectives, joined.world, device)
+    exchange = MoeExchange(layout, rank, loading_path(config, maker), joined.collectives)
+    peak_before, started = _peak_memory(), time.perf_counter()
+    model, files = read_weights(config, exchange, device)
+    load_seconds, peak_after = time.perf_counter() - started, _peak_memory()
+    wait_for_all(joined.store, "read their weights", rank, layout.world_size, config.start_timeout_s)
+    own_experts = expert_bytes(model)
+    dense_bytes = sum(parameter.nbytes for parameter in model.parameters()) - own_experts
+    hosts = HostGroup(joined.host_group, rank)
+    check = path_check(config, hosts, exchange.path, device)
+    settled = PathChoice(config, maker, hosts, make_backend(device), check).settle(model, exchange)
+    exchange.path = path = settled.path
+    agreement = Agreement(joined.host_group, layout)
+    if config.gpu_memory_utilization is not None:
+        num_blocks = measured_blocks(config, model, exchange, agreement, joined.host_group, device)
+        config = msgspec.structs.replace(config, num_blocks=num_blocks, gpu_memory_utilization=None)
+    target = make_target(config, model, exchange, config.num_blocks, device)
+    draft = make_draft(config, target, exchange, device)
+    allocator = BlockAllocator(config.num_blocks, config.block_size)
+    graphs = make_graphs(
+        config, target, draft, exchange, RecordingMeans(config, allocator, path, target.attention, device)
+    )
+    expert_load = _expert_load(config, joined, exchange)
+    scheduler = _scheduler(config, allocator)
+    sharing = joined.sharing
+    loop = StepLoop(
+        config.worker,
+        sharing,
+        scheduler,
+        agreement,
+        StateReader(config, path, graphs),
+        StepExecutor(target, graphs, sharing),
+        inbox,
+        StepReporter(sharing, scheduler, outbox, config.worker.overlaps, trace, expert_load),
+    )
+    logger.info("loaded in %.1f s, %d KV blocks, experts by %s", load_seconds, config.num_blocks, path.held.dispatcher)
+    report = LoadReport(
+        rank=rank,
+        dense_bytes=dense_bytes,
+        expert_bytes=own_experts,
+        kv_cache_bytes=target.cache.num_bytes + (draft.num_cache_bytes if draft is not None else 0),
+        kv_cache_tokens=(config.num_blocks - 1) * config.block_size,
+        exchange_bytes=path.held.workspace_bytes,
+        load_seconds=load_seconds,
+        peak_memory_before=peak_before,
+        peak_memory=peak_after,
+        experts=settled.lines,
+        files=files,
+    )
+    return LoadedRank(config, draft, graphs, expert_load, loop), report
+
+
+def _scheduler(config: RankConfig, allocator: BlockAllocator) -> Scheduler:
+    spec = config.spec
+    return Scheduler(
+        config.limits,
+        allocator,
+        spec.context_length,
+        spec.vocab_size,
+        spec.eos_token_ids,
+        _decode(spec) if spec.has_tokenizer else None,
+    )
+
+
+def _expert_load(config: RankConfig, joined: Joined, exchange: MoeExchange) -> ExpertLoad | None:
+    """What the MoE layers count into, from now on; at the leader of a batch alone, whose routing is all of it."""
+    if not config.worker.expert_load or not joined.sharing.is_leader:
+        return None
+    num_experts = [layer.num_local * config.layout.world_size for layer in exchange.layers]
+    exchange.load = ExpertLoad(num_experts, joined.device)
+    return exchange.load
+
+
+def _decode(spec: ModelSpec) -> Decode:
+    tokenizer = AutoTokenizer.from_pretrained(spec.path, local_files_only=True)
+    return lambda token_ids, skip: tokenizer.decode(token_ids, skip_special_tokens=skip)
+
+
+def _peak_memory() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -31,7 +31,7 @@ def change_logits(engine: RankEngine, ranks: tuple[int, ...], change: Callable[[
     """On these ranks, between the forward and the sampler, also where a graph has found the greedy tokens already."""
     if engine.rank not in ranks:
         return
-    executor = engine._loop._executor
+    executor = engine.loaded.loop._executor
     logits = executor._logits
 
     def changed(*step: Any) -> tuple[torch.Tensor, None]:

@@ -74,7 +74,7 @@ def environment_of(folder: Path) -> dict[str, str]:
 def other_code(tmp_path: Path) -> dict[str, str]:
     """The environment of a rank whose padding modes turn at another number of rows."""
     folder = copy_of_the_package(tmp_path / "other")
-    geometry = folder / "expert_pool" / "dispatch" / "geometry.py"
+    geometry = folder / "expert_pool" / "dispatch" / "budgets" / "geometry.py"
     assert geometry.read_text().count(THRESHOLD) == 1
     geometry.write_text(geometry.read_text().replace(THRESHOLD, THRESHOLD.replace("2", "3")))
     return environment_of(folder)

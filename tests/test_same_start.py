@@ -51,8 +51,8 @@ from pathlib import Path
 from expert_pool.cluster import ExpertPool
 with (Path(sys.argv[1]) / "expert_pool" / "workers" / "request.py").open("a") as source:
     source.write("# of another version")
-from expert_pool.cluster.same_code import own_code
-from expert_pool.workers.code_digest import code_digest
+from expert_pool.cluster.driver.same_code import own_code
+from expert_pool.workers.start.code_digest import code_digest
 print(own_code(), code_digest())
 """
 PRINT_DIGEST = "from expert_pool.workers.start.code_digest import code_digest; print(code_digest())"

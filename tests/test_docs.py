@@ -1,5 +1,7 @@
 """The documents say what is so: their examples run, and what they name exists, with the defaults they give."""
 
+import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -10,13 +12,17 @@ import msgspec
 import pytest
 import ray
 from click.testing import CliRunner
-from expert_pool.cluster import PoolConfig, load_config
+from expert_pool import cluster
+from expert_pool.cluster import ExpertPool, PoolConfig, SamplingParams, load_config
 from expert_pool.cluster.cli.commands import main
 from expert_pool.cluster.planning.validation import validate
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "CONTRIBUTING.md")
-DOCUMENTS += ("docs/architecture.md", "docs/geometry.md", "docs/operations.md", "docs/security.md")
+FOR_READERS = ("architecture", "command-line", "configuration", "failures", "geometry", "limits", "operations")
+FOR_READERS += ("python", "security")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", *(f"docs/{name}.md" for name in FOR_READERS))
+MEASUREMENTS = {"docs/gpu-results.md", "docs/kill-matrix.md", "docs/soak.md"}
+MAX_LINES = {"README.md": 150, "docs/architecture.md": 250}
 HOUSE = ("cluster", "workers", "graphs", "dispatch")
 CONFIG_FILE = "ray_configs/local_two_ranks.yaml"
 
@@ -46,6 +52,27 @@ def settings(kind: Any = PoolConfig, prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def called_by(node: ast.Call) -> Any:
+    """What of the pool's API a call in a document calls; `None` where it is none of that."""
+    owner, _, name = ast.unparse(node.func).rpartition(".")
+    return getattr(ExpertPool if owner in ("pool", "ExpertPool") else cluster, name, None) if name[0] != "_" else None
+
+
+def test_every_document_is_read_here_or_is_of_measurements():
+    there = {f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md")}
+    assert there == MEASUREMENTS | {name for name in DOCUMENTS if name.startswith("docs/")}
+
+
+def test_the_readme_leads_to_every_document():
+    linked = set(re.findall(r"\]\(([^)#]+)", text_of("README.md")))
+    assert {*DOCUMENTS, *MEASUREMENTS, "ray_configs/README.md"} - {"README.md"} <= linked
+
+
+@pytest.mark.parametrize("document", MAX_LINES)
+def test_what_is_read_first_is_short(document):
+    assert len(text_of(document).splitlines()) <= MAX_LINES[document]
+
+
 def test_the_readme_example_prints_what_the_readme_shows():
     """In a process of its own, as a reader runs it, in a Ray session that holds its two ranks and nothing else."""
     [example] = blocks("README.md", "python")
@@ -58,29 +85,69 @@ def test_the_readme_example_prints_what_the_readme_shows():
     assert sorted(result.stdout.splitlines()) == sorted(expected.splitlines())
 
 
-def test_the_readme_shows_what_plan_prints(monkeypatch):
+def test_python_in_documents_calls_what_there_is():
+    """Every name imported, every method of a pool, every argument by its name."""
+    wrong = []
+    for document in DOCUMENTS:
+        for node in (node for block in blocks(document, "python") for node in ast.walk(ast.parse(block))):
+            if isinstance(node, ast.ImportFrom) and node.module == "expert_pool.cluster":
+                wrong += [f"{document}: {alias.name}" for alias in node.names if alias.name not in cluster.__all__]
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("pool", "ExpertPool"):
+                wrong += [f"{document}: {ast.unparse(node)}"] * (not hasattr(ExpertPool, node.attr))
+            elif isinstance(node, ast.Call) and (called := called_by(node)) is not None:
+                parameters = inspect.signature(called).parameters
+                wrong += [f"{document}: {word.arg}=" for word in node.keywords if word.arg not in parameters]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("heading", "of"),
+    [("argument", ExpertPool.launch), ("argument", ExpertPool.generate), ("of a completion", cluster.PoolCompletion)],
+)
+def test_tables_of_the_python_document_are_whole(heading, of):
+    tables = [
+        {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+        for table in re.findall(rf"^\| {heading} \|.*\n(?:\|.*\n)+", text_of("docs/python.md"), re.MULTILINE)
+    ]
+    if inspect.isclass(of):
+        public = {name for name in dir(of) if not name.startswith("_")}
+    else:
+        public = inspect.signature(of).parameters.keys() - {"self", "rank_config"}
+    assert public in tables
+
+
+def test_the_python_document_names_every_sampling_setting_and_every_error():
+    named = {word for span in code_spans("docs/python.md") for word in re.findall(r"\w+", span)}
+    errors = {name for name in cluster.__all__ if name.endswith("Error")}
+    assert {*SamplingParams.__struct_fields__, *errors} - named == set()
+
+
+def test_a_document_shows_what_plan_prints(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setenv("COLUMNS", "80")
-    command, refused = re.findall(r"^expert-pool (plan .*)$", text_of("README.md"), re.MULTILINE)
+    command, refused = re.findall(r"^expert-pool (plan .*)$", text_of("docs/command-line.md"), re.MULTILINE)
     assert CliRunner().invoke(main, refused.split()).exit_code == 2
     result = CliRunner().invoke(main, command.split())
     assert result.exit_code == 0, result.output
     printed = result.output.splitlines()
-    shown = [line for line in blocks("README.md", "text")[1].splitlines() if line != "..."]
+    [example] = blocks("docs/command-line.md", "text")
+    shown = [line for line in example.splitlines() if line != "..."]
     assert [line for line in printed if line in shown] == shown
     assert not ray.is_initialized()
 
 
-def test_the_ready_made_configuration_loads_and_is_the_one_in_the_readme(monkeypatch):
+def test_the_ready_made_configuration_loads_and_is_the_one_that_is_shown(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     config = load_config(CONFIG_FILE, {})
     assert validate(config).layout.world_size == config.ranks == 2
-    [shown] = blocks("README.md", "yaml")
+    [shown] = blocks("docs/configuration.md", "yaml")
     assert shown in text_of(CONFIG_FILE)
 
 
 def test_the_table_of_settings_has_every_setting_with_its_default():
-    rows = re.findall(r"^\| `([a-z_.]+)` \| ([^|]+) \| [^|]+ \|$", text_of("README.md"), re.MULTILINE)
+    text = text_of("docs/configuration.md")
+    rows = re.findall(r"^\| `([a-z_.]+)` \| ([^|]+) \| [^|]+ \|$", text, re.MULTILINE)
+    assert len(rows) == len(dict(rows))
     shown = {name: default.strip().strip("`") for name, default in rows}
     known = settings()
 
@@ -132,20 +199,56 @@ def test_files_and_targets_named_in_a_document_exist(document):
     }
 
 
-def test_rooms_in_the_architecture_are_files_of_the_house():
-    folder, missing = "", []
-    for line in text_of("docs/architecture.md").splitlines():
-        if match := re.match(rf"`((?:{'|'.join(HOUSE)})(?:/\w+)*)/`", line):
-            folder = match[1]
-        elif folder and (match := re.match(r"\| ((?:`[a-z0-9_]+`(?:, )?)+) \|", line)):
-            missing += [
-                name for name in re.findall(r"`(\w+)`", match[1]) if not (REPOSITORY / folder / f"{name}.py").is_file()
-            ]
-    assert folder == HOUSE[0]
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_into_a_document_lead_to_a_heading(document):
+    lost = []
+    for file, anchor in re.findall(r"\]\(([\w./-]*)#([\w-]+)\)", text_of(document)):
+        target = (REPOSITORY / document).parent / file if file else REPOSITORY / document
+        headings = re.findall(r"^#+ (.*)$", target.read_text("utf-8"), re.MULTILINE)
+        slugs = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+        lost += [f"{file}#{anchor}"] * (anchor not in slugs)
+    assert lost == []
+
+
+def test_the_architecture_has_every_folder_of_the_house_with_files_that_it_holds():
+    row = rf"^\| `((?:{'|'.join(HOUSE)})(?:/\w+)*)/` \| [^|]+ \| ([^|]+) \|$"
+    rows = re.findall(row, text_of("docs/architecture.md"), re.MULTILINE)
+    code = {path.parent for folder in HOUSE for path in (REPOSITORY / folder).rglob("*.py")}
+    assert sorted(folder for folder, _ in rows) == sorted(str(path.relative_to(REPOSITORY)) for path in code)
+    missing = [
+        f"{folder}/{name}"
+        for folder, files in rows
+        for name in re.findall(r"`([^`]+)`", files)
+        if not (REPOSITORY / folder / name).is_file()
+    ]
     assert missing == []
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/operations.md"])
+def test_the_picture_of_the_architecture_has_names_of_the_code():
+    [picture] = blocks("docs/architecture.md", "mermaid")
+    named = set(re.findall(r"[A-Z]\w*[a-z][A-Z]\w+|(?<=\[\")[A-Z][a-z]+(?=[ \":])", picture))
+    code = " ".join(path.read_text("utf-8") for folder in HOUSE for path in (REPOSITORY / folder).rglob("*.py"))
+    assert len(named) > 15
+    assert sorted(name for name in named if not re.search(rf"^class {name}\b", code, re.MULTILINE)) == []
+
+
+def test_functions_of_the_decode_step_are_in_the_files_named_beside_them():
+    text = " ".join(text_of("docs/architecture.md").split())
+    step = text[text.index("## One decode step") : text.index("## Who imports whom")]
+    named = re.findall(r"`([A-Za-z_]+(?:\.[a-z_]+)?)`(?: \(|, )`([a-z_/]+\.py)`", step)
+    assert len(named) > 20
+    absent = []
+    for name, path in named:
+        source = (REPOSITORY / path).read_text("utf-8")
+        owner, _, function = name.rpartition(".")
+        patterns = [rf"^class {owner}\b"] * bool(owner) + [rf"^ *(?:async )?(?:def|class) {function}\b"]
+        absent += [f"{name} in {path}" for one in patterns if not re.search(one, source, re.MULTILINE)]
+    assert absent == []
+
+
+@pytest.mark.parametrize(
+    "document", ["README.md", *(f"docs/{name}.md" for name in ("command-line", "configuration", "operations"))]
+)
 def test_options_in_a_document_are_options_of_the_command_line(document):
     known = {option for command in (main, *main.commands.values()) for one in command.params for option in one.opts}
     commands = re.findall(
@@ -154,7 +257,7 @@ def test_options_in_a_document_are_options_of_the_command_line(document):
     commands = ["".join(found) for found in commands]
     named = {option for command in commands for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", command)}
     assert named
-    assert named - known == set()
+    assert named - known - {"--help"} == set()
 
 
 def test_values_named_for_a_setting_are_its_values():
@@ -165,7 +268,8 @@ def test_values_named_for_a_setting_are_its_values():
         SpeculativeAlgorithm,
     )
 
-    rows = dict(re.findall(r"^\| `([a-z_.]+)` \| [^|]+ \| ([^|]+) \|$", text_of("README.md"), re.MULTILINE))
+    text = text_of("docs/configuration.md")
+    rows = dict(re.findall(r"^\| `([a-z_.]+)` \| [^|]+ \| ([^|]+) \|$", text, re.MULTILINE))
     for name, kind in (
         ("dispatch", DispatchKind),
         ("experts", ExpertsKind),

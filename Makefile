@@ -30,44 +30,44 @@ test: install  ## the whole suite but for what the targets below hold
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-kernels: $(KERNELS)/.installed  ## Triton kernels in its interpreter, against plain PyTorch; `test` skips them
-	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/$(KERNELS) $(BIN)/python -m pytest tests/test_fused_layers.py \
-		tests/test_routing_kernels.py
+	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/$(KERNELS) $(BIN)/python -m pytest tests/workers/kernels/test_fused_layers.py \
+		tests/dispatch/test_routing_kernels.py
 
 $(KERNELS)/.installed: $(VENV)/.installed
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(KERNELS) $$($(BIN)/python -c '$(PRINT_KERNELS)')
 	touch $@
 
 test-bad-input: install  ## every key of a model folder and a pool with every wrong value; the suite holds a seeded sample
-	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest -n 2 tests/test_bad_input_everywhere.py
+	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest -n 2 tests/cluster/planning/test_bad_input_everywhere.py
 
 test-matrix: install  ## every family, layout and dispatch against Transformers; the suite holds a seeded sample
-	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest tests/test_token_equality.py tests/test_replay.py \
-		tests/test_draft_replay.py
+	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest tests/workers/test_token_equality.py tests/graphs/test_replay.py \
+		tests/graphs/test_draft_replay.py
 
 test-faults: install  ## every fault at capture and in a step, on 2 and 4 ranks; the suite holds a seeded sample
-	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest -m "not autoscaler" tests/test_capture_faults.py
+	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest -m "not autoscaler" tests/graphs/test_capture_faults.py
 
 test-environment: install  ## every variable that PyTorch reads for communication, on one of two ranks alone; the suite holds a sample
-	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest tests/test_environment_differences.py
+	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest tests/workers/start/test_environment_differences.py
 
 test-kill-matrix: install  ## ten faults, five times each at random steps, into docs/kill-matrix.md; half an hour on 2 cores
 	rm -f $(KILL_ROWS)
-	EXPERT_POOL_FULL_MATRIX=1 EXPERT_POOL_KILL_ROWS=$(KILL_ROWS) $(BIN)/python -m pytest tests/test_kill_matrix.py \
-		tests/test_killed_drivers.py tests/test_lost_nodes.py; \
-		status=$$?; $(BIN)/python tests/kill_report.py $(KILL_ROWS) docs/kill-matrix.md; exit $$status
+	EXPERT_POOL_FULL_MATRIX=1 EXPERT_POOL_KILL_ROWS=$(KILL_ROWS) $(BIN)/python -m pytest tests/cluster/ranks/test_kill_matrix.py \
+		tests/cluster/driver/test_killed_drivers.py tests/cluster/ranks/test_lost_nodes.py; \
+		status=$$?; $(BIN)/python tests/support/kill_report.py $(KILL_ROWS) docs/kill-matrix.md; exit $$status
 
 soak: install  ## random arrivals and a kill every minute, for SOAK_SECONDS, into docs/soak.md
-	$(BIN)/python tests/soak.py --seconds $(SOAK_SECONDS) --report docs/soak.md
+	$(BIN)/python tests/support/soak.py --seconds $(SOAK_SECONDS) --report docs/soak.md
 
 test-long: install  ## cases like those of the suite, on more ranks or at another place
 	$(BIN)/python -m pytest -m long
 
 test-scale: install  ## 8 and 16 ranks on this machine against Transformers; the agreement over 2 to 16 beside an all-gather
-	$(BIN)/python -m pytest -m long tests/test_scale.py
+	$(BIN)/python -m pytest -m long tests/workers/test_scale.py
 	$(BIN)/python benchmarks/agreement.py
 
 test-autoscaler: install  ## Ray's real autoscaler over its fake node provider; ends only processes that it started
-	$(BIN)/python -m pytest -m autoscaler tests/test_autoscaler.py
+	$(BIN)/python -m pytest -m autoscaler tests/cluster/ray_session/test_autoscaler.py
 
 lint: install
 	$(BIN)/ruff check $(SOURCES)

@@ -173,7 +173,7 @@ def test_settings_named_in_a_document_exist(document):
 def test_names_in_a_document_exist_in_the_code(document):
     """Functions, classes, settings, tests: whatever has an underscore or is in capitals within, in code font."""
     sources = [*(path for folder in HOUSE for path in (REPOSITORY / folder).rglob("*.py"))]
-    sources += [*(REPOSITORY / "tests").glob("*.py"), REPOSITORY / "Makefile"]
+    sources += [*(REPOSITORY / "tests").rglob("*.py"), REPOSITORY / "Makefile"]
     words = set(re.findall(r"\w+", " ".join(path.read_text("utf-8") for path in sources)))
     words |= {path.stem for path in sources}
     named = {

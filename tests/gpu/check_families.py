@@ -26,7 +26,7 @@ import click
 import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(REPOSITORY / "tests"))
+sys.path.insert(0, str(REPOSITORY / "tests" / "support"))
 
 NUM_SEQUENCES, LONGEST = 64, 200
 REPLAYED_BATCH = 32

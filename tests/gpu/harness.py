@@ -13,7 +13,7 @@ import psutil
 import ray
 from transformers import Qwen3MoeConfig
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
 
 STARTED = time.monotonic()
 SHARE = "EXPERT_POOL_SHARE_GPU"

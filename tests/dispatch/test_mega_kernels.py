@@ -15,7 +15,7 @@ from expert_pool.dispatch.paths.mega_kernels import MegaKernels, leave_out_proxy
 from expert_pool.dispatch.probe import Dropped, HostGroup, attempt
 from expert_pool.workers.engine import RankEngine
 from plain_ranks import RankGang
-from test_capture_faults import WITHIN_S
+from running_disagreement import WITHIN_S
 
 NUM_LAYERS = 2
 

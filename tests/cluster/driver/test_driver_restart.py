@@ -171,7 +171,7 @@ def test_the_owner_of_a_pool_keeps_it_and_ends_it(address, random_models):
 def test_a_pool_ends_with_its_owner_though_its_driver_was_started_anew(moment, address, random_models):
     program = f"""
 import sys, time, ray
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[2] / "support")]!r}
 from test_driver_restart import config_of
 from expert_pool.cluster import ExpertPool
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")

@@ -17,7 +17,7 @@ from ray.util.state import list_actors
 from ray_head import Head, ray_head
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[3]
 BLOCKS = re.findall(r"^```\n(.*?)^```$", (REPOSITORY / "docs/operations.md").read_text("utf-8"), re.M | re.S)
 SUBMIT, WHEEL = (
     next(block for block in BLOCKS if block.startswith(begin)) for begin in ("ray job submit", "pip wheel")

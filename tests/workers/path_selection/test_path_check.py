@@ -33,7 +33,7 @@ from expert_pool.workers.path_selection.selection import moe_layers
 from plain_ranks import RankGang
 from rank_faults import replaced
 from rank_insides import target_of
-from test_capture_faults import WITHIN_S
+from running_disagreement import WITHIN_S
 from test_measured_paths import choice_of, choose_again
 
 LARGEST = 64

@@ -32,7 +32,7 @@ from expert_pool.workers.path_selection.selection import PathChoice, Settled, mo
 from plain_ranks import RankGang
 from rank_faults import OTHER_TABLE, other_table, replaced
 from rank_insides import path_of, run_script, target_of
-from test_capture_faults import WITHIN_S, disagree_while_running
+from running_disagreement import WITHIN_S, disagree_while_running
 
 MIXED = (TableRow(4, "alltoall+torch"), TableRow(16, "allgather+torch"))
 BUCKETS = (1, 4, 16)

@@ -1,6 +1,6 @@
 """A soak: a pool of CPU ranks serves random arrivals while a rank is killed every minute.
 
-    python tests/soak.py --seconds 600 --report docs/soak.md
+    python tests/support/soak.py --seconds 600 --report docs/soak.md
 
 Exits with 1 where a request was not answered exactly once with the tokens of an undisturbed run, where memory grows, or
 where anything is left over.

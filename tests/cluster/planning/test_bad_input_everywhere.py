@@ -46,7 +46,7 @@ MORE_KEYS = {
         *("chat_template", "added_tokens_decoder", "bos_token", "extra_special_tokens", "add_prefix_space", "auto_map"),
     ),
 }
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny_moe"
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "tiny_moe"
 ALL = os.environ.get("EXPERT_POOL_FULL_MATRIX") == "1"
 SAMPLE = 40
 

@@ -41,7 +41,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 from waiting import holds_in_time
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[3]
 DASHBOARD = REPOSITORY / "ray_configs" / "grafana" / "expert_pool.json"
 RANKS, NEW_TOKENS, TRACED = 2, 12, 400
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14], [15, 16]]

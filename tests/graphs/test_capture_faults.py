@@ -64,12 +64,11 @@ from rank_faults import (
     swapped_collectives,
     undo,
 )
-from rank_insides import run_script
 from rank_logs import said_by
+from running_disagreement import NEW_TOKENS, PROMPTS, WITHIN_S, disagree_while_running
 from waiting import holds_in_time
 
 FULL_MATRIX = bool(os.environ.get("EXPERT_POOL_FULL_MATRIX"))
-WITHIN_S = 10.0
 LATE_S = 4.0
 MAX_REQUESTS = 3
 LIMITS = Limits(
@@ -78,8 +77,6 @@ LIMITS = Limits(
     chunked_prefill_size=16,
     piecewise_cuda_graph_max_tokens=16,
 )
-PROMPTS = [[5, 17, 42], [9, 9], [100], [7, 8, 9, 10, 11]]
-NEW_TOKENS = 8
 
 
 def config_of(model: str, ranks: int, step_timeout_s: float = 60.0) -> PoolConfig:
@@ -425,41 +422,6 @@ STEP_DISAGREEMENTS = {
     "graphs": (other_committed_graphs, "graphs.entries[3] differs", "decode 1 1 0", "none"),
     "config": (other_config, "config.limits.max_running_requests differs", MAX_REQUESTS, MAX_REQUESTS + 1),
 }
-FAULTY_STEP = 5
-
-
-def disagree_while_running(engine: RankEngine, fault: Fault, faulty_rank: int) -> tuple[str, float, dict[int, Any]]:
-    """Generate; before the fifth agreement one rank comes to disagree; mend it, and let the loop go on.
-
-    Returns:
-        The error that this rank raised, seconds from the fault to it, and what was generated in the end.
-    """
-    agreement, seen = engine.loaded.loop._agreement, [0]
-    agree, opened = agreement.agree, []
-
-    def agree_with_fault(*arguments: Any) -> Any:
-        seen[0] += 1
-        if seen[0] == FAULTY_STEP and engine.rank == faulty_rank:
-            opened[0].__enter__()
-            proposal = arguments[0]._replace(state_digest=engine.loaded.loop._state.digest())
-            arguments = (proposal, engine.loaded.loop._state)
-        return agree(*arguments)
-
-    opened.append(fault(engine))
-    agreement.agree = agree_with_fault
-    arrivals = [{0: [prompt]} for prompt in PROMPTS[: engine.config.layout.dp_size]]
-    started = time.monotonic()
-    try:
-        run_script(engine, arrivals, NEW_TOKENS)
-    except GeometryError as error:
-        message, seconds = str(error), time.monotonic() - started
-    finally:
-        agreement.agree = agree
-        if engine.rank == faulty_rank:
-            opened[0].__exit__(None, None, None)
-    assert seen[0] == FAULTY_STEP
-    rest = run_script(engine, [{}] * engine.config.layout.dp_size, NEW_TOKENS)
-    return message, seconds, rest.token_ids
 
 
 @pytest.fixture(scope="module", params=[2, 4] if FULL_MATRIX else [2], ids=lambda ranks: f"{ranks}ranks")

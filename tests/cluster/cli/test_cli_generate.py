@@ -191,7 +191,7 @@ def test_help_names_the_commands_and_a_missing_option_is_a_usage_error():
 
 
 def test_the_version_is_that_of_the_package():
-    declared = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]["version"]
+    declared = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["version"]
     result = CliRunner().invoke(main, ["--version"])
     assert (result.exit_code, result.output) == (0, f"expert-pool {declared}\n")
 

@@ -7,7 +7,7 @@ import pytest
 from models import FAMILIES
 from routed_models import save_routed_model
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "gpu"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
 
 from check_families import COMMON, SIZES, sequences
 from family_reference import margins

@@ -1,4 +1,4 @@
-"""Rows of the kill matrix, and the report that is made of them: `python tests/kill_report.py ROWS REPORT`.
+"""Rows of the kill matrix, and the report that is made of them: `python tests/support/kill_report.py ROWS REPORT`.
 
 A case that runs again takes the place of its earlier row, so a matrix may be run in pieces.
 """

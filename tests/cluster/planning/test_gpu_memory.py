@@ -15,7 +15,7 @@ from expert_pool.cluster.config import load_config
 from expert_pool.cluster.planning.gpu_memory import smallest_fit
 from expert_pool.workers.model import inspection
 
-RAY_CONFIGS = Path(__file__).resolve().parent.parent / "ray_configs"
+RAY_CONFIGS = Path(__file__).resolve().parents[3] / "ray_configs"
 H200_BYTES = 141 * 10**9
 # What CUDA, NCCL and libraries take, with room to spare: no plan knows it, so the ready-made pools leave it free.
 MARGIN_BYTES = 8 * 10**9

@@ -33,13 +33,13 @@ import torch.distributed as dist
 from expert_pool.cluster.config import PoolConfig, resolve
 from expert_pool.dispatch.collectives import Collectives, all_gather_tensors
 from expert_pool.dispatch.experts.torch_experts import TorchExperts
-from expert_pool.dispatch.paths.maker import make_dispatcher
 from expert_pool.dispatch.paths.path import DispatchedPath
+from expert_pool.dispatch.registry import dispatcher_of
+from expert_pool.dispatch.way import RankParts
 from expert_pool.graphs.lockstep import LockstepRank
 from expert_pool.graphs.plan import plan_captures
 from expert_pool.workers.agreement import Agreement, StateReader
 from expert_pool.workers.model.inspection import inspect_model
-from expert_pool.workers.path_selection.exchange_sizes import budget_for
 from expert_pool.workers.rank_config import RankConfig
 from expert_pool.workers.scheduling.scheduler import BatchKind
 from expert_pool.workers.step_plan import Proposal
@@ -55,7 +55,7 @@ def state_of(config: RankConfig, rank: int) -> StateReader:
     """A rank's state as in a running pool: its dispatcher with buffers, and all planned graphs committed."""
     collectives = Collectives({"ep": dist.group.WORLD})
     device = torch.device("cpu")
-    dispatcher = make_dispatcher(config.dispatch, collectives, rank, budget_for(config), device)
+    dispatcher = dispatcher_of(config.dispatch).make(RankParts(config, rank, collectives, dist.group.WORLD, device))
     path = DispatchedPath(dispatcher, TorchExperts(device))
     graphs = LockstepRank(rank, {}, lambda entry: None)
     graphs.commit_plan(plan_captures(config.limits))

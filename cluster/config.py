@@ -7,16 +7,14 @@ from typing import Any
 
 import msgspec
 
-from ..dispatch.budgets.budget import dispatch_capacity
-from ..dispatch.budgets.capacity import CAPACITY_VARIABLE, budget_problems
+from ..dispatch.budgets.capacity import CAPACITY_VARIABLE
 from ..dispatch.budgets.layout import Layout
-from ..dispatch.budgets.limits import DispatchKind, ExpertsKind, Limits, QuantisationKind
-from ..dispatch.dispatchers.flashinfer_workspace import top_k_problem
+from ..dispatch.budgets.limits import Limits, QuantisationKind
 from ..dispatch.errors import ConfigError
-from ..dispatch.experts.pair_budget import CUTEDSL_SIZE_ALIGNMENT
-from ..dispatch.experts.widths import width_problem
-from ..dispatch.paths.table import shape_of, table_problems
+from ..dispatch.paths.capacity import dispatch_capacity
+from ..dispatch.paths.problems import path_problems
 from ..dispatch.paths.tuning import Tuning
+from ..dispatch.registry import AUTO, LOCAL, PLAIN_EXPERTS, experts_of, load_plugins, refuse_unknown_names, way_kinds
 from ..workers.config import (
     MAX_SECONDS,
     CacheConfig,
@@ -96,6 +94,8 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             tensor of an expert, calibrated scales for activations) and `fp8_blockwise` (scales of 128-blocks) are those
             of the mega kernel on Hopper; `nvfp4` is for CuTe DSL experts behind FlashInfer's all-to-all on Blackwell.
         tuning: how `measured` chooses.
+        plugins: Python modules that register ways to the experts of their own (`dispatch.registry`); the process that
+            launches the pool, its driver and every rank import them.
         address: HOST:PORT of a Ray cluster's GCS; unset: the session that this process is in, else the cluster that
             `RAY_ADDRESS` names, else one that is found, else a local one that holds the ranks. `local` starts one. In a
             process that is in a session already, any other address is refused.
@@ -117,9 +117,10 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attn_tp_size: int = 1
     dtype: DTypeName | None = None
     weights: WeightsName = "checkpoint"
-    dispatch: DispatchKind = "auto"
-    experts: ExpertsKind = "auto"
+    dispatch: str = AUTO
+    experts: str = AUTO
     quantisation: QuantisationKind = "none"
+    plugins: tuple[str, ...] = ()
     address: str | None = None
     limits: Limits = Limits()
     cache: CacheConfig = CacheConfig()
@@ -157,7 +158,7 @@ def load_config(path: str | None, overrides: dict[str, Any] | None = None) -> Po
     written = read_mapping(path, source) if path is not None else {}
     # A section whose lines are all commented out is as if it were not there.
     settings = {key: value for key, value in written.items() if value is not None}
-    return decode(_merge(settings, overrides or {}), PoolConfig, source)
+    return _with_known_names(decode(_merge(settings, overrides or {}), PoolConfig, source), source)
 
 
 def checked(config: PoolConfig) -> PoolConfig:
@@ -166,7 +167,22 @@ def checked(config: PoolConfig) -> PoolConfig:
     Raises:
         ConfigError: a value of another type, or out of bounds.
     """
-    return decode(msgspec.to_builtins(config, enc_hook=str), PoolConfig, "configuration")
+    source = "configuration"
+    return _with_known_names(decode(msgspec.to_builtins(config, enc_hook=str), PoolConfig, source), source)
+
+
+def _with_known_names(config: PoolConfig, source: str) -> PoolConfig:
+    """The configuration, whose plugins are imported and whose ways to the experts exist.
+
+    Raises:
+        ConfigError: a plugin that cannot be imported, or a name that nobody registered, with the known ones.
+    """
+    try:
+        load_plugins(config.plugins)
+        refuse_unknown_names(config.dispatch, config.experts)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+    return config
 
 
 def resolve(config: PoolConfig, spec: ModelSpec, environment: Mapping[str, str] = os.environ) -> RankConfig:
@@ -198,10 +214,12 @@ def bounds_problems(config: PoolConfig) -> list[str]:
 
 def resolve_unchecked(config: PoolConfig, spec: ModelSpec, environment: Mapping[str, str] = os.environ) -> RankConfig:
     """As `resolve`, for configurations that may not work: `plan` shows those too."""
+    load_plugins(config.plugins)
+    refuse_unknown_names(config.dispatch, config.experts)
     layout = config.layout
     limits = with_environment(config.limits, environment)
     dispatch = resolve_dispatch(config.dispatch, layout, config.worker.device)
-    experts: ExpertsKind = "torch" if config.experts == "auto" else config.experts
+    experts = PLAIN_EXPERTS if config.experts == AUTO else config.experts
     block_size = config.cache.block_size
     blocks_of_one_context = -(-spec.context_length // block_size)
     utilization = None
@@ -222,6 +240,7 @@ def resolve_unchecked(config: PoolConfig, spec: ModelSpec, environment: Mapping[
         dispatch=dispatch,
         experts=experts,
         quantisation=config.quantisation,
+        plugins=config.plugins,
         tuning=config.tuning,
         capacity=dispatch_capacity(limits, layout, dispatch, experts),
         block_size=block_size,
@@ -240,103 +259,25 @@ def configuration_problems(config: RankConfig) -> tuple[str, ...]:
         config.spec.check_experts_divide(config.layout.world_size)
     except ConfigError as error:
         problems.append(str(error))
-    problems += budget_problems(config.limits, config.layout, config.dispatch, config.experts)
-    if config.experts == "cutedsl":
-        problems += cutedsl_problems(config)
-    return (*problems, *_path_problems(config))
+    return (*problems, *path_problems(config))
 
 
-def _path_problems(config: RankConfig) -> list[str]:
-    """Quantisation and tables that the way to the experts does not have."""
-    problems, device = [], config.worker.device
-    kinds = ("flashinfer", "measured") if config.quantisation == "nvfp4" else ("mega", "measured")
-    if config.quantisation != "none" and config.dispatch not in kinds:
-        problems.append(
-            f"quantisation={config.quantisation!r} is computed behind dispatch {' or '.join(map(repr, kinds))} alone, "
-            f"on 2 or more ranks, and dispatch is {config.dispatch!r} with ranks={config.layout.world_size}: set "
-            "dispatch to one of them, or quantisation to 'none'"
-        )
-    elif config.quantisation != "none" and device == "cpu":
-        problems.append(
-            f"quantisation={config.quantisation!r} does not run on worker.device='cpu': set quantisation to 'none'"
-        )
-    if (config.dispatch == "mega" and config.experts != "cutedsl") or config.quantisation != "none":
-        problems += _width_problems(config)
-    if config.tuning.table is not None and config.dispatch != "measured":
-        problems.append(f"tuning.table is for dispatch='measured', and dispatch is {config.dispatch!r}: leave it out")
-    elif config.tuning.table is not None:
-        shapes = [
-            shape_of(layer.num_experts, layer.hidden_size, layer.intermediate_size, layer.top_k)
-            for layer in config.spec.moe
-        ]
-        problems += table_problems(config.tuning.table, device, config.quantisation, config.capacity, shapes)
-    return [*problems, *_top_k_problems(config)]
-
-
-def _top_k_problems(config: RankConfig) -> list[str]:
-    """Layers whose rows FlashInfer's all-to-all cannot send, where the configuration names it."""
-    rows = () if config.tuning.table is None or config.dispatch != "measured" else config.tuning.table
-    pinned = next((row.path for row in rows if row.path.startswith("flashinfer+")), None)
-    if config.dispatch != "flashinfer" and pinned is None:
-        return []
-    setting = "dispatch='flashinfer'" if pinned is None else f"tuning.table's path {pinned!r}"
-    for layer in config.spec.moe:
-        problem = top_k_problem(layer.top_k)
-        if problem is not None:
-            return [f"{setting} cannot run {layer.name}: {problem}; use another way to the experts, like 'allgather'"]
-    return []
-
-
-def _width_problems(config: RankConfig) -> list[str]:
-    """What of a model the mega kernel and NVFP4 experts cannot compute; the GPU itself is looked at by its rank."""
-    spec, problems = config.spec, []
-    setting = f"dispatch={config.dispatch!r} with quantisation={config.quantisation!r}"
-    if spec.dtype != "bfloat16":
-        problems.append(f"{setting} takes bfloat16, the pool's dtype is {spec.dtype}: set dtype to it")
-    for layer in spec.moe:
-        width = width_problem(layer.hidden_size, layer.intermediate_size, config.quantisation)
-        reasons = layer.unsupported_traits or ((width,) if width is not None else ())
-        if reasons:
-            instead = "use dispatch='flashinfer' or 'allgather' with quantisation='none'"
-            return [*problems, f"{setting} cannot run {layer.name}: {' and '.join(reasons)}; {instead}"]
-    return problems
-
-
-def cutedsl_problems(config: RankConfig) -> tuple[str, ...]:
-    """What of a model CuTe DSL experts cannot compute; the GPU itself is looked at by its rank."""
-    spec, instead = config.spec, "set experts to 'torch'"
-    if config.dispatch == "mega":
-        return ("experts='cutedsl' and dispatch='mega' both compute experts: set experts to 'auto'",)
-    problems = []
-    if spec.dtype != "bfloat16":
-        problems.append(f"experts='cutedsl' computes in bfloat16, the pool's dtype is {spec.dtype}: set dtype to it")
-    for reasons in dict.fromkeys(layer.unsupported_traits for layer in spec.moe if layer.unsupported_traits):
-        problems.append(f"experts='cutedsl' cannot run {spec.model_type}'s experts: {' and '.join(reasons)}; {instead}")
-    sizes = dict.fromkeys(size for layer in spec.moe for size in (layer.hidden_size, layer.intermediate_size))
-    uneven = [size for size in sizes if size % CUTEDSL_SIZE_ALIGNMENT]
-    if uneven and not problems:
-        problems.append(
-            f"experts='cutedsl' needs hidden and intermediate sizes that are multiples of {CUTEDSL_SIZE_ALIGNMENT}, "
-            f"{spec.model_type} has {', '.join(map(str, uneven))}: {instead}"
-        )
-    return tuple(problems)
-
-
-def refuse_unbuilt(limits: Limits, experts: ExpertsKind = "auto", device: DeviceName = "cuda") -> None:
+def refuse_unbuilt(limits: Limits, experts: str = AUTO, device: DeviceName = "cuda") -> None:
     """Refuse what can be planned for but not launched.
 
     Raises:
-        ConfigError: a role other than `none`, or CuTe DSL experts on CPUs.
+        ConfigError: a role other than `none`, or experts that the device does not have.
     """
     if limits.disaggregation_mode != "none":
         raise ConfigError(
             f"limits.disaggregation_mode={limits.disaggregation_mode!r} can be planned for, not launched: pools that "
             "hand requests over to each other do not exist yet; set it to 'none'"
         )
-    if experts == "cutedsl" and device == "cpu":
+    if experts != AUTO and device not in experts_of(experts).devices:
+        way = experts_of(experts)
         raise ConfigError(
-            "experts='cutedsl' does not run on worker.device='cpu', only on Hopper GPUs: "
-            "set experts to 'auto' or 'torch', or worker.device to 'cuda'"
+            f"experts={experts!r} does not run on worker.device={device!r}, only on {way.runs_on}: set experts to "
+            f"'auto' or {PLAIN_EXPERTS!r}, or worker.device to {next(iter(way.devices))!r}"
         )
 
 
@@ -368,12 +309,9 @@ def resolve_dispatch(wanted: str, layout: Layout, device: DeviceName) -> str:
         ConfigError: a dispatcher that the device does not have.
     """
     if layout.world_size == 1:
-        return "local"
-    available = {
-        "cpu": ("allgather", "alltoall", "measured"),
-        "cuda": ("measured", "flashinfer", "mega", "allgather"),
-    }[device]
-    if wanted == "auto":
+        return LOCAL
+    available = way_kinds(device)
+    if wanted == AUTO:
         return available[0]
     if wanted not in available:
         raise ConfigError(f"dispatch={wanted!r} does not run on worker.device={device!r}: use one of {available}")

@@ -2,13 +2,12 @@
 
 from .budgets.geometry import PaddingMode, StepGeometry
 from .budgets.layout import Layout
-from .budgets.limits import DispatchKind, Limits
+from .budgets.limits import Limits
 from .errors import CheckpointError, ConfigError, ExpertPoolError, GeometryError, PlacementError, RankError
 
 __all__ = [
     "CheckpointError",
     "ConfigError",
-    "DispatchKind",
     "ExpertPoolError",
     "GeometryError",
     "Layout",

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .budgets.path_settings import shape_of
 from .experts.local_experts import LocalExperts
-from .paths.table import shape_of
 
 
 @dataclass(frozen=True)

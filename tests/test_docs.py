@@ -261,20 +261,16 @@ def test_options_in_a_document_are_options_of_the_command_line(document):
 
 
 def test_values_named_for_a_setting_are_its_values():
-    from expert_pool.dispatch.budgets.limits import (
-        DisaggregationMode,
-        DispatchKind,
-        ExpertsKind,
-        SpeculativeAlgorithm,
-    )
+    from expert_pool.dispatch.budgets.limits import DisaggregationMode, SpeculativeAlgorithm
+    from expert_pool.dispatch.registry import dispatch_names, experts_names
 
     text = text_of("docs/configuration.md")
     rows = dict(re.findall(r"^\| `([a-z_.]+)` \| [^|]+ \| ([^|]+) \|$", text, re.MULTILINE))
-    for name, kind in (
-        ("dispatch", DispatchKind),
-        ("experts", ExpertsKind),
-        ("limits.disaggregation_mode", DisaggregationMode),
-        ("limits.speculative_algorithm", SpeculativeAlgorithm),
+    for name, known in (
+        ("dispatch", dispatch_names()),
+        ("experts", experts_names()),
+        ("limits.disaggregation_mode", get_args(DisaggregationMode)),
+        ("limits.speculative_algorithm", get_args(SpeculativeAlgorithm)),
     ):
         named = set(re.findall(r"`(\w+)`", rows[name]))
-        assert named <= set(get_args(kind)), name
+        assert named <= set(known), name

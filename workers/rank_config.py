@@ -5,7 +5,7 @@ import zlib
 import msgspec
 
 from ..dispatch.budgets.layout import Layout
-from ..dispatch.budgets.limits import ExpertsKind, Limits, QuantisationKind
+from ..dispatch.budgets.limits import Limits, QuantisationKind
 from ..dispatch.paths.tuning import Tuning
 from .config import WeightsName, WorkerConfig
 from .model.spec import ModelSpec
@@ -22,9 +22,10 @@ class RankConfig(msgspec.Struct, frozen=True):
         layout: the arrangement of ranks.
         limits: bounds of a step, what the environment sets included.
         worker: how ranks compute.
-        dispatch: resolved: a dispatcher, `local` for one rank, `mega`, or `measured`.
+        dispatch: resolved: a dispatcher, `local` for one rank, a fused way, or `measured`.
         experts: what computes the experts, resolved.
         quantisation: in which experts are computed.
+        plugins: modules that register ways to the experts; imported before anything looks for one.
         tuning: how paths are chosen where they are measured.
         capacity: the most rows one rank may dispatch in one step, resolved; not multiplied by `ep_size`.
         block_size: tokens of a KV block.
@@ -41,12 +42,13 @@ class RankConfig(msgspec.Struct, frozen=True):
     limits: Limits
     worker: WorkerConfig
     dispatch: str
-    experts: ExpertsKind
+    experts: str
     quantisation: QuantisationKind
     tuning: Tuning
     capacity: int
     block_size: int
     num_blocks: int
+    plugins: tuple[str, ...] = ()
     weights: WeightsName = "checkpoint"
     gpu_memory_utilization: float | None = None
     start_timeout_s: float = 1800.0

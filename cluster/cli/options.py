@@ -8,8 +8,9 @@ from typing import Any, ClassVar, get_args
 import click
 import msgspec
 
-from ...dispatch.budgets.limits import DispatchKind, Limits
+from ...dispatch.budgets.limits import Limits
 from ...dispatch.errors import ConfigError
+from ...dispatch.registry import dispatch_names
 from ...workers.config import DeviceName, DTypeName, GenerationConfigName, WeightsName
 from ..config import PoolConfig, load_config
 
@@ -70,7 +71,7 @@ _OPTIONS = [
         type=click.Choice(get_args(GenerationConfigName)),
         help="model: apply what the model's own says, or refuse. Default ignore: say what is not applied.",
     ),
-    click.option("--dispatch", type=click.Choice(get_args(DispatchKind)), help="How tokens reach experts."),
+    click.option("--dispatch", metavar=f"[{'|'.join(dispatch_names())}]", help="How tokens reach experts."),
     click.option("--device", type=click.Choice(get_args(DeviceName)), help="What ranks compute on. Default cpu."),
     click.option("--threads", type=int, help="CPU threads of a rank."),
     click.option("--kv-cache-tokens", type=int, help="Tokens that a rank's KV cache holds."),

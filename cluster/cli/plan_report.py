@@ -4,23 +4,19 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from ...dispatch.budgets.budget import (
-    Bound,
-    capacity_bound,
-    largest_forward,
-    largest_step,
-    needed_capacity,
-    prefill_setting,
-)
+from ...dispatch.budgets.budget import CAPACITY_SETTING, Bound, largest_forward, largest_step, prefill_setting
 from ...dispatch.budgets.capacity import CAPACITY_VARIABLE
-from ...dispatch.budgets.limits import ALL_TO_ALL_KINDS, Limits, step_widths
+from ...dispatch.budgets.limits import Limits, step_widths
+from ...dispatch.budgets.planned_buffer import PlannedBuffer
+from ...dispatch.paths.capacity import capacity_bound, needed_capacity
+from ...dispatch.registry import way_of
 from ...graphs.plan import CaptureEntry, plan_captures
 from ...workers.observing.printable import printable
 from ...workers.rank_config import RankConfig
 from ...workers.start.host_memory import HostNeed, host_bytes, host_need
 from ..config import PoolConfig, resolve_unchecked
 from ..planning.gpu_memory import MemoryNeed, memory_need
-from ..planning.planned_buffers import PlannedBuffer, planned_buffers
+from ..planning.planned_buffers import planned_buffers
 from ..planning.validation import inspected, launch_refusals, pool_problems
 
 
@@ -109,7 +105,7 @@ def _bounds(config: RankConfig, given: Limits) -> tuple[PlannedBound, ...]:
     """Bounds with their terms; `given` is what the user wrote, without what the environment added."""
     limits, layout = config.limits, config.layout
     capacity = capacity_bound(limits, layout, config.dispatch, config.experts)
-    if capacity.term == "limits.max_dispatch_tokens_per_rank" and given.max_dispatch_tokens_per_rank is None:
+    if capacity.term == CAPACITY_SETTING and given.max_dispatch_tokens_per_rank is None:
         capacity = Bound(capacity.value, CAPACITY_VARIABLE)
     widest = max(step_widths(limits), key=lambda width: width.tokens_per_request)
     bounds = [
@@ -119,7 +115,7 @@ def _bounds(config: RankConfig, given: Limits) -> tuple[PlannedBound, ...]:
         ("largest forward", largest_forward(limits), "tokens a batch"),
         ("capacity", capacity, "rows a rank"),
     ]
-    if config.dispatch in ALL_TO_ALL_KINDS:
+    if way_of(config.dispatch).has_own_capacity:
         bounds.append(("capacity needed", needed_capacity(limits, layout, config.experts), "rows a rank"))
     return tuple(PlannedBound(name, bound.value, unit, bound.term) for name, bound, unit in bounds)
 
@@ -170,9 +166,8 @@ def print_plan(report: PlanReport, console: Console) -> None:
     for bound in report.bounds:
         _say(console, f"  {bound.name}: {bound.value:,} {bound.unit}, by {bound.term}")
     _print_graphs(report, console)
-    if config.dispatch not in ALL_TO_ALL_KINDS and config.limits.max_dispatch_tokens_per_rank is not None:
-        setting = "limits.max_dispatch_tokens_per_rank"
-        _say(console, f"{setting} has no effect: dispatch {config.dispatch} is not an all-to-all")
+    if not way_of(config.dispatch).has_own_capacity and config.limits.max_dispatch_tokens_per_rank is not None:
+        _say(console, f"{CAPACITY_SETTING} has no effect: dispatch {config.dispatch} is not an all-to-all")
     if report.gpu_memory is None and report.gpu_memory_given:
         _say(console, f"placement.gpu_memory_bytes has no effect: worker.device is {config.worker.device}")
     for note in report.notes:

@@ -10,6 +10,7 @@ import msgspec
 
 from ...dispatch.budgets.budget import largest_step
 from ...dispatch.budgets.limits import tokens_per_request
+from ...dispatch.budgets.planned_buffer import BufferKind
 from ...dispatch.errors import ConfigError
 from ...graphs.kinds import PLANNED_ON_GPUS
 from ...graphs.plan import plan_captures
@@ -22,6 +23,7 @@ from .planned_buffers import planned_buffers
 
 # Residual, normalised rows, what attention and experts return: hidden states that a layer holds at once, at least.
 _HIDDEN_STATES = 4
+_PARTS: dict[BufferKind, str] = {"weights": "weights", "KV cache": "kv_cache", "buffer": "buffers"}
 
 
 class MemoryNeed(msgspec.Struct, frozen=True):
@@ -76,8 +78,7 @@ def memory_need(config: PoolConfig, rank_config: RankConfig) -> MemoryNeed | Non
         return None
     parts = {"weights": 0, "kv_cache": 0, "buffers": 0}
     for buffer in planned_buffers(rank_config):
-        cache = "kv_cache" if buffer.name.endswith("KV cache") else "buffers"
-        parts["weights" if buffer.name in ("dense weights", "experts") else cache] += buffer.num_bytes
+        parts[_PARTS[buffer.kind]] += buffer.num_bytes
     spec = rank_config.spec
     by_flashinfer = config.worker.attention == "auto" and unsupported_reason(spec.attention, spec.dtype) is None
     kinds = PLANNED_ON_GPUS if by_flashinfer else ("decode",)

@@ -6,16 +6,13 @@ limits and the layout, which are equal on every rank, so every value here is too
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from ..dtypes import dtype_bytes
 from .layout import Layout
-from .limits import ALL_TO_ALL_KINDS, ExpertsKind, Limits, tokens_per_request
-
-if TYPE_CHECKING:
-    # Only for annotations: the command line and the driver, which size pools and never touch a tensor, start without.
-    import torch
+from .limits import Limits, tokens_per_request
 
 DEFAULT_CAPACITY = 4096
+CAPACITY_SETTING = "limits.max_dispatch_tokens_per_rank"
 
 _ROW_ALIGNMENT = 16
 
@@ -32,18 +29,18 @@ class Bound:
 class RowFormat:
     """One token on the wire: hidden state, expert ids and routing weights, side by side in one row of bytes.
 
-    Equal on every rank for a layer. `dtype` is that of the hidden state, `weights_dtype` of the routing weights; expert
-    ids travel as int32.
+    Equal on every rank for a layer. `dtype` is that of the hidden state, `weights_dtype` of the routing weights, as
+    PyTorch names them; expert ids travel as int32.
     """
 
     hidden_size: int
     top_k: int
-    dtype: "torch.dtype"
-    weights_dtype: "torch.dtype"
+    dtype: str
+    weights_dtype: str
 
     @property
     def ids_offset(self) -> int:
-        return _align(self.hidden_size * self.dtype.itemsize)
+        return _align(self.hidden_bytes)
 
     @property
     def weights_offset(self) -> int:
@@ -51,11 +48,15 @@ class RowFormat:
 
     @property
     def row_bytes(self) -> int:
-        return _align(self.weights_offset + self.top_k * self.weights_dtype.itemsize)
+        return _align(self.weights_offset + self.weights_bytes)
+
+    @property
+    def weights_bytes(self) -> int:
+        return self.top_k * dtype_bytes(self.weights_dtype)
 
     @property
     def hidden_bytes(self) -> int:
-        return self.hidden_size * self.dtype.itemsize
+        return self.hidden_size * dtype_bytes(self.dtype)
 
 
 def _align(num_bytes: int) -> int:
@@ -90,13 +91,13 @@ def largest_forward(limits: Limits) -> Bound:
     batch and `max_running_requests` times tokens per request; the `cutedsl_moe_max_num_tokens` of engines.
     """
     prefill = Bound(limits.resolved_max_prefill_tokens, _max_prefill_term(limits))
-    return _largest(prefill, _piecewise_bound(limits), _decode_bound(limits))
+    return largest_of(prefill, _piecewise_bound(limits), _decode_bound(limits))
 
 
 def largest_step(limits: Limits) -> Bound:
     """Tokens of the largest step that the limits let one DP rank run, padding to a graph's bucket included."""
     prefill = Bound(limits.prefill_tokens_per_step, prefill_setting(limits))
-    return _largest(prefill, _piecewise_bound(limits), _decode_bound(limits))
+    return largest_of(prefill, _piecewise_bound(limits), _decode_bound(limits))
 
 
 def required_dispatch_tokens(limits: Limits, layout: Layout) -> int:
@@ -104,53 +105,31 @@ def required_dispatch_tokens(limits: Limits, layout: Layout) -> int:
     return -(-largest_step(limits).value // layout.attn_tp_size)
 
 
-def needed_capacity(limits: Limits, layout: Layout, experts: ExpertsKind = "torch") -> Bound:
-    """The smallest per-rank capacity with which an all-to-all passes both checks of `dispatch.budgets.capacity`."""
-    step, forward = largest_step(limits), largest_forward(limits)
-    needed = [Bound(required_dispatch_tokens(limits, layout), _shared(step.term, "attn_tp_size", layout.attn_tp_size))]
-    if covers_largest_forward(limits, experts):
-        rows = -(-forward.value // layout.world_size)
-        needed.append(Bound(rows, _shared(forward.term, "ep_size", layout.world_size)))
-    return _largest(*needed)
-
-
-def covers_largest_forward(limits: Limits, experts: ExpertsKind) -> bool:
-    """Whether `capacity * ep_size` behind an all-to-all has to cover the largest forward.
-
-    So it is for CuTe DSL experts, whose buffers hold that many rows, in a pool that prefills.
-    """
-    return experts == "cutedsl" and limits.resolved_max_prefill_tokens > 0 and limits.disaggregation_mode != "decode"
-
-
-def capacity_bound(limits: Limits, layout: Layout, dispatch: str = "alltoall", experts: ExpertsKind = "torch") -> Bound:
-    """Rows that one rank's share of the buffers holds; per rank, not yet multiplied by `ep_size`.
+def needed_rows(limits: Limits, layout: Layout, at_least: Bound | None = None) -> Bound:
+    """The smallest per-rank capacity that holds every step.
 
     Args:
         limits: of a step, equal on every rank.
         layout: the arrangement of ranks.
-        dispatch: resolved. All-to-all: `max_dispatch_tokens_per_rank`, or the larger of 4096 and what is needed;
-            exactly what is needed where paths are measured, since a capacity costs speed.
-            All-gather: this rank's share of the largest forward, so that all shares together hold `dp_size` times it.
-            Local: the largest forward or step, and nothing is allocated by it.
-        experts: resolved; CuTe DSL experts behind an all-to-all may need more.
+        at_least: what the experts behind need beside that, if anything.
     """
-    if dispatch in ALL_TO_ALL_KINDS:
-        if limits.max_dispatch_tokens_per_rank is not None:
-            return Bound(limits.max_dispatch_tokens_per_rank, "limits.max_dispatch_tokens_per_rank")
-        needed = needed_capacity(limits, layout, experts)
-        return needed if dispatch == "measured" else _largest(Bound(DEFAULT_CAPACITY, "the default"), needed)
-    forward = largest_forward(limits)
-    if dispatch == "local":
-        return _largest(forward, largest_step(limits))
-    share = -(-forward.value // layout.attn_tp_size)
-    return Bound(share, _shared(forward.term, "attn_tp_size", layout.attn_tp_size))
+    term = shared_term(largest_step(limits).term, "attn_tp_size", layout.attn_tp_size)
+    needed = Bound(required_dispatch_tokens(limits, layout), term)
+    return needed if at_least is None else largest_of(needed, at_least)
 
 
-def dispatch_capacity(
-    limits: Limits, layout: Layout, dispatch: str = "alltoall", experts: ExpertsKind = "torch"
-) -> int:
-    """Rows one rank may dispatch in one step; see `capacity_bound`."""
-    return capacity_bound(limits, layout, dispatch, experts).value
+def own_capacity(
+    limits: Limits, layout: Layout, at_least: Bound | None = None, default: int = DEFAULT_CAPACITY
+) -> Bound:
+    """Rows that one rank's share of a workspace holds which has a capacity of its own; not multiplied by `ep_size`.
+
+    Args:
+        limits, layout, at_least: see `needed_rows`.
+        default: what is taken where `max_dispatch_tokens_per_rank` is not set, unless more is needed.
+    """
+    if limits.max_dispatch_tokens_per_rank is not None:
+        return Bound(limits.max_dispatch_tokens_per_rank, CAPACITY_SETTING)
+    return largest_of(Bound(default, "the default"), needed_rows(limits, layout, at_least))
 
 
 def exchange_budget(
@@ -165,7 +144,7 @@ def exchange_budget(
         capacity: rows of one rank, resolved with the configuration; `None`: those of an all-to-all under these limits.
             The buffers hold `ep_size` times as many: here the factor enters, and nowhere else.
     """
-    capacity = dispatch_capacity(limits, layout) if capacity is None else capacity
+    capacity = own_capacity(limits, layout).value if capacity is None else capacity
     rows = exchange_rows(layout, capacity)
     row_bytes = max(row_format.row_bytes for row_format in formats)
     hidden_bytes = max(row_format.hidden_bytes for row_format in formats)
@@ -212,10 +191,11 @@ def _decode_bound(limits: Limits) -> Bound:
     return Bound(limits.max_requests_per_step * width, term + per_request)
 
 
-def _largest(*bounds: Bound) -> Bound:
+def largest_of(*bounds: Bound) -> Bound:
     """The first of the largest."""
     return max(bounds, key=lambda bound: bound.value)
 
 
-def _shared(term: str, name: str, size: int) -> str:
+def shared_term(term: str, name: str, size: int) -> str:
+    """The term of a bound that ranks have a share of each."""
     return term if size == 1 else f"{term} / {name} {size}"

@@ -7,10 +7,6 @@ import msgspec
 
 from ..errors import ConfigError
 
-DispatchKind = Literal["auto", "allgather", "alltoall", "flashinfer", "mega", "measured"]
-# Dispatchers whose workspace has a capacity of its own, which steps must stay within.
-ALL_TO_ALL_KINDS = ("alltoall", "flashinfer", "mega", "measured")
-ExpertsKind = Literal["auto", "torch", "cutedsl"]
 QuantisationKind = Literal["none", "fp8", "fp8_blockwise", "nvfp4"]
 SpeculativeAlgorithm = Literal["EAGLE", "FROZEN_KV_MTP", "MULTI_LAYER_EAGLE"]
 DisaggregationMode = Literal["none", "prefill", "decode"]

@@ -4,16 +4,36 @@ MAX_LEN gathers equal, padded messages; SUM_LEN gathers the rows as they are. Ei
 the row's rank in one all-to-all and are summed there in rank order.
 """
 
-import torch
+from __future__ import annotations
 
-from ..budgets.budget import ExchangeBudget, RowFormat
+from typing import TYPE_CHECKING
+
+from ..budgets.budget import Bound, ExchangeBudget, largest_forward, largest_step, shared_term
 from ..budgets.geometry import PaddingMode, StepGeometry
-from ..collectives import Collectives
+from ..budgets.layout import Layout
+from ..budgets.limits import Limits
+from ..budgets.path_settings import PathSettings, budget_for
+from ..budgets.planned_buffer import PlannedBuffer
+from ..way import DispatcherWay, ExpertsWay, RankParts, places
 from .contract import INVALID_EXPERT_ID, Dispatched, check_rows
-from .exchange import ExchangeBuffers, hidden_of, ids_of, packed_rows, return_to_senders, weights_of
+from .exchange import (
+    ExchangeBuffers,
+    hidden_of,
+    ids_of,
+    packed_rows,
+    planned_exchange,
+    return_to_senders,
+    row_format_of,
+    weights_of,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..collectives import Collectives
 
 
-class AllGatherDispatcher:
+class AllGatherDispatcher(DispatcherWay):
     """Keeps the contract of `dispatch.dispatchers.contract` with an all-gather of rows.
 
     Args:
@@ -23,7 +43,39 @@ class AllGatherDispatcher:
         device: where the rows live.
     """
 
-    name = "allgather"
+    kind = name = "allgather"
+    devices = places(cpu=0, cuda=3)
+    has_own_capacity = False
+    is_plain = True
+
+    @classmethod
+    def capacity_bound(cls, limits: Limits, layout: Layout, experts: type[ExpertsWay]) -> Bound:
+        """This rank's share of the largest forward, so that all shares together hold `dp_size` times it."""
+        forward = largest_forward(limits)
+        share = -(-forward.value // layout.attn_tp_size)
+        return Bound(share, shared_term(forward.term, "attn_tp_size", layout.attn_tp_size))
+
+    @classmethod
+    def budget_problems(cls, limits: Limits, layout: Layout, experts: type[ExpertsWay]) -> list[str]:
+        """No step may exceed the largest forward, which the buffers are made for."""
+        step, forward = largest_step(limits), largest_forward(limits)
+        if step.value <= forward.value:
+            return []
+        # Both hold the same graph and decode terms, so what exceeds is the prefill step, and chunking is on.
+        return [
+            f"a step may hold {step.value} tokens of a batch ({step.term}), above the largest forward of "
+            f"{forward.value} ({forward.term}) that the all-gather buffers hold for each of {layout.dp_size} batches: "
+            f"set limits.max_prefill_tokens to {step.value} or more, or limits.chunked_prefill_size to "
+            f"{forward.value} or less"
+        ]
+
+    @classmethod
+    def planned(cls, settings: PathSettings) -> list[PlannedBuffer]:
+        return planned_exchange(settings)
+
+    @classmethod
+    def make(cls, parts: RankParts) -> AllGatherDispatcher:
+        return cls(parts.collectives, parts.rank, budget_for(parts.settings), parts.device)
 
     def __init__(self, collectives: Collectives, rank: int, budget: ExchangeBudget, device: torch.device):
         self._collectives = collectives
@@ -48,7 +100,7 @@ class AllGatherDispatcher:
     ) -> Dispatched:
         check_rows(x_TH, expert_ids_TK, geometry, self._rank, self.buffers.budget.capacity)
         num_rows, world_size = x_TH.shape[0], geometry.layout.world_size
-        row_format = RowFormat(x_TH.shape[1], expert_ids_TK.shape[1], x_TH.dtype, expert_weights_TK.dtype)
+        row_format = row_format_of(x_TH, expert_ids_TK, expert_weights_TK.dtype)
         received = packed_rows(self.buffers.receive, sum(geometry.slot_sizes), row_format)
 
         if geometry.padding_mode is PaddingMode.MAX_LEN:

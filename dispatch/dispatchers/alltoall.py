@@ -5,16 +5,36 @@ goes to a rank at most once however many of its experts live there. Routed rows 
 carries no token and costs the experts nothing. The layout is that of one-sided GPU all-to-alls, with the same bound.
 """
 
-import torch
+from __future__ import annotations
 
-from ..budgets.budget import ExchangeBudget, RowFormat
+from typing import TYPE_CHECKING
+
+from ..budgets.budget import ExchangeBudget
 from ..budgets.geometry import StepGeometry
-from ..collectives import Collectives
+from ..budgets.path_settings import PathSettings, budget_for
+from ..budgets.planned_buffer import PlannedBuffer
+from ..registry import experts_of
+from ..way import DispatcherWay, RankParts, places
 from .contract import INVALID_EXPERT_ID, Dispatched, check_rows
-from .exchange import ExchangeBuffers, hidden_of, ids_of, packed_rows, return_to_senders, weights_of
+from .exchange import (
+    ExchangeBuffers,
+    hidden_of,
+    ids_of,
+    packed_rows,
+    planned_exchange,
+    return_to_senders,
+    row_format_of,
+    weights_of,
+)
+from .flashinfer_workspace import planned_workspace
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..collectives import Collectives
 
 
-class AllToAllDispatcher:
+class AllToAllDispatcher(DispatcherWay):
     """Keeps the contract of `dispatch.dispatchers.contract` with an all-to-all of routed rows.
 
     Args:
@@ -24,7 +44,19 @@ class AllToAllDispatcher:
         device: where the rows live.
     """
 
-    name = "alltoall"
+    kind = name = "alltoall"
+    devices = places(cpu=1)
+
+    @classmethod
+    def planned(cls, settings: PathSettings) -> list[PlannedBuffer]:
+        """Before experts that only GPUs have, what FlashInfer's all-to-all holds there."""
+        if "cpu" not in experts_of(settings.experts).devices:
+            return planned_workspace(settings)
+        return planned_exchange(settings)
+
+    @classmethod
+    def make(cls, parts: RankParts) -> AllToAllDispatcher:
+        return cls(parts.collectives, parts.rank, budget_for(parts.settings), parts.device)
 
     def __init__(self, collectives: Collectives, rank: int, budget: ExchangeBudget, device: torch.device):
         self._collectives = collectives
@@ -47,9 +79,11 @@ class AllToAllDispatcher:
         geometry: StepGeometry,
         num_local_experts: int,
     ) -> Dispatched:
+        import torch
+
         check_rows(x_TH, expert_ids_TK, geometry, self._rank, self.buffers.budget.capacity)
         world_size, slot = geometry.layout.world_size, geometry.slot_sizes[self._rank]
-        row_format = RowFormat(x_TH.shape[1], expert_ids_TK.shape[1], x_TH.dtype, expert_weights_TK.dtype)
+        row_format = row_format_of(x_TH, expert_ids_TK, expert_weights_TK.dtype)
         sent = packed_rows(self.buffers.send, world_size * slot, row_format)
         received = packed_rows(self.buffers.receive, sum(geometry.slot_sizes), row_format)
 

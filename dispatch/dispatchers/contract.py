@@ -24,14 +24,17 @@ A dispatcher takes the rows of one MoE layer to the ranks that own their experts
   `dispatch` on the same dispatcher.
 """
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..budgets.budget import RowFormat
 from ..budgets.geometry import StepGeometry
 from ..errors import GeometryError
+
+if TYPE_CHECKING:
+    import torch
 
 INVALID_EXPERT_ID = -1
 

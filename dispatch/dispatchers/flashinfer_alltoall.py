@@ -4,22 +4,31 @@ Rows are put into the peers' workspaces by the dispatch kernel and fetched by th
 to the host, so a step can be recorded in a CUDA graph. Of the workspace a step uses `ep_size` times
 `runtime_max_tokens_per_rank` rows: the one number that all ranks must agree on, and that the step's geometry computes.
 
-FlashInfer is imported at construction: a CPU machine imports this module without it.
+FlashInfer is imported at construction: a CPU machine imports this module without it. Its sizes are in
+`flashinfer_workspace`.
 """
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from __future__ import annotations
 
-import torch
-import torch.distributed as dist
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..budgets.budget import RowFormat
 from ..budgets.geometry import StepGeometry
 from ..budgets.layout import Layout
-from ..collectives import Collectives
+from ..budgets.path_settings import PathSettings, row_formats
+from ..budgets.planned_buffer import PlannedBuffer
+from ..gpu_problems import import_problem, link_problem, nvlink_domain_problem, peer_problem
+from ..way import DispatcherWay, RankParts, places
 from .contract import INVALID_EXPERT_ID, Dispatched, check_rows
+from .exchange import row_format_of
+from .flashinfer_workspace import planned_workspace, top_k_problem
 
-_WEIGHTS_DTYPE = torch.float32
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from ..collectives import Collectives
 
 
 class LinkKey(NamedTuple):
@@ -42,7 +51,7 @@ def links_for(layers: Iterable[tuple[int, RowFormat]]) -> dict[LinkKey, RowForma
     return links
 
 
-class FlashInferDispatcher:
+class FlashInferDispatcher(DispatcherWay):
     """Keeps the contract of `dispatch.dispatchers.contract`; all ranks of one NVLink domain.
 
     Args:
@@ -56,7 +65,46 @@ class FlashInferDispatcher:
         device: this rank's GPU.
     """
 
-    name = "flashinfer"
+    kind = name = "flashinfer"
+    devices = places(cuda=1)
+
+    @classmethod
+    def problems(cls, settings: PathSettings, setting: str) -> list[str]:
+        """Layers whose rows its kernels do not send."""
+        for layer in settings.spec.moe:
+            problem = top_k_problem(layer.top_k)
+            if problem is not None:
+                other = "use another way to the experts, like 'allgather'"
+                return [f"{setting} cannot run {layer.name}: {problem}; {other}"]
+        return []
+
+    @classmethod
+    def planned(cls, settings: PathSettings) -> list[PlannedBuffer]:
+        return planned_workspace(settings)
+
+    @classmethod
+    def refusal(cls, parts: RankParts, host_of_first: str) -> str | None:
+        return (
+            nvlink_domain_problem(parts.device, host_of_first)
+            or import_problem("flashinfer.moe_ep")
+            or peer_problem(parts.device)
+            or link_problem()
+        )
+
+    @classmethod
+    def make(cls, parts: RankParts) -> FlashInferDispatcher:
+        settings = parts.settings
+        formats = zip((layer.num_experts for layer in settings.spec.moe), row_formats(settings.spec), strict=True)
+        return cls(
+            parts.collectives,
+            parts.group,
+            settings.layout,
+            parts.rank,
+            settings.capacity,
+            list(dict.fromkeys(formats)),
+            settings.worker.device_timeout_s,
+            parts.device,
+        )
 
     def __init__(
         self,
@@ -69,6 +117,7 @@ class FlashInferDispatcher:
         peer_timeout_s: float,
         device: torch.device,
     ):
+        import torch
         from flashinfer.moe_ep import (
             BootstrapConfig,
             MoEEpCommParams,
@@ -89,7 +138,7 @@ class FlashInferDispatcher:
                 top_k=key.top_k,
                 max_tokens_per_rank=capacity,
                 hidden_size=key.hidden_size,
-                dtype=row_format.dtype,
+                dtype=getattr(torch, row_format.dtype),
                 invalid_expert_id=INVALID_EXPERT_ID,
             )
             options = NVLinkOneSidedConfig(timeout_sec=max(1, int(peer_timeout_s)))
@@ -117,8 +166,10 @@ class FlashInferDispatcher:
         geometry: StepGeometry,
         num_local_experts: int,
     ) -> Dispatched:
+        import torch
+
         check_rows(x_TH, expert_ids_TK, geometry, self._rank, self.capacity)
-        row_format = RowFormat(x_TH.shape[1], expert_ids_TK.shape[1], x_TH.dtype, _WEIGHTS_DTYPE)
+        row_format = row_format_of(x_TH, expert_ids_TK, torch.float32)
         runtime_max = geometry.runtime_max_tokens_per_rank(self._rank)
         first_expert = self._rank * num_local_experts
         if not self._collectives.issue("flashinfer_dispatch", "ep", x_TH):
@@ -128,7 +179,7 @@ class FlashInferDispatcher:
                 expert_ids_RK=expert_ids_TK.new_full(
                     (num_rows, row_format.top_k), INVALID_EXPERT_ID, dtype=torch.int32
                 ),
-                expert_weights_RK=expert_weights_TK.new_zeros(num_rows, row_format.top_k, dtype=_WEIGHTS_DTYPE),
+                expert_weights_RK=expert_weights_TK.new_zeros(num_rows, row_format.top_k, dtype=torch.float32),
                 geometry=geometry,
                 row_format=row_format,
                 first_expert=first_expert,
@@ -138,7 +189,7 @@ class FlashInferDispatcher:
         received = link.dispatch(
             x_TH.contiguous(),
             expert_ids_TK.to(torch.int32).contiguous(),
-            expert_weights_TK.to(_WEIGHTS_DTYPE).contiguous(),
+            expert_weights_TK.to(torch.float32).contiguous(),
             runtime_max_tokens_per_rank=runtime_max,
         )
         return Dispatched(

@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 
-from ..budgets.budget import RowFormat
+from ..budgets.budget import RowFormat, exchange_rows
+from ..budgets.path_settings import PathSettings, row_formats, rows_of
+from ..budgets.planned_buffer import PlannedBuffer
+from ..dtypes import dtype_bytes
 
 _CONTROL_ALIGNMENT = 128
 _PAYLOAD_ALIGNMENT = 256
@@ -17,6 +20,21 @@ def top_k_problem(top_k: int) -> str | None:
     if top_k in _TOP_K:
         return None
     return f"FlashInfer's all-to-all sends a token to one of {', '.join(map(str, _TOP_K))} experts, and not to {top_k}"
+
+
+def planned_workspace(settings: PathSettings) -> list[PlannedBuffer]:
+    """The workspaces of a rank, as plans show them."""
+    layout, capacity, formats = settings.layout, settings.capacity, row_formats(settings.spec)
+    num_formats = len({(one.hidden_size, one.top_k, one.dtype) for one in formats})
+    made_of = rows_of(settings)
+    return [
+        PlannedBuffer(
+            "dispatch: FlashInfer workspace",
+            exchange_rows(layout, capacity),
+            flashinfer_workspace_bytes(layout.world_size, capacity, formats),
+            made_of if num_formats == 1 else f"{made_of}, for each of {num_formats} row formats",
+        )
+    ]
 
 
 def flashinfer_workspace_bytes(ep_size: int, capacity: int, formats: Sequence[RowFormat]) -> int:
@@ -35,7 +53,7 @@ def flashinfer_workspace_bytes(ep_size: int, capacity: int, formats: Sequence[Ro
         capacity: `max_tokens_per_rank`, the rows one rank dispatches at most; equal on every rank.
         formats: of each MoE layer, equal on every rank.
     """
-    layouts = {(row_format.hidden_size, row_format.top_k, row_format.dtype.itemsize) for row_format in formats}
+    layouts = {(row_format.hidden_size, row_format.top_k, dtype_bytes(row_format.dtype)) for row_format in formats}
     return sum(_workspace_bytes(ep_size, capacity, *layout) for layout in layouts)
 
 

@@ -12,13 +12,16 @@
 - **Results repeat to the bit** where the backend says so in its docstring.
 """
 
-from typing import Protocol
+from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING, Protocol
 
-from ..dispatchers.contract import Dispatched
-from ..probe import HostGroup
-from .local_experts import LocalExperts
+if TYPE_CHECKING:
+    import torch
+
+    from ..dispatchers.contract import Dispatched
+    from ..probe import HostGroup
+    from .local_experts import LocalExperts
 
 
 class ExpertBackend(Protocol):

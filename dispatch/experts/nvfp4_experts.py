@@ -17,8 +17,8 @@ from ..errors import ConfigError
 from ..probe import HostGroup
 from .checks import refuse_unsupported
 from .local_experts import LocalExperts
+from .nvfp4 import architecture_problem
 
-NVFP4_ARCHITECTURES = ((10, 0), (10, 3))
 _SCALE_BLOCK = 16
 
 
@@ -185,11 +185,3 @@ class Nvfp4Experts:
             view["w2_weight_sf"],
             view["w2_alpha"],
         )
-
-
-def architecture_problem(capability: tuple[int, int]) -> str | None:
-    """Why a GPU of this compute capability does not run NVFP4 experts, if it does not."""
-    if capability in NVFP4_ARCHITECTURES:
-        return None
-    major, minor = capability
-    return f"its GPU is SM{major}{minor}, NVFP4 experts need SM100 or SM103 (Blackwell)"

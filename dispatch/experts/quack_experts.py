@@ -16,7 +16,7 @@ import torch
 from ..dispatchers.contract import Dispatched
 from ..errors import ConfigError, GeometryError
 from ..probe import HostGroup
-from .checks import refuse_unsupported
+from .cutedsl import refuse_experts
 from .local_experts import LocalExperts
 from .pair_budget import CUTEDSL_SIZE_ALIGNMENT, ExpertShape, PairBudget
 from .pair_buffers import PairBuffers, PairViews
@@ -78,7 +78,7 @@ class QuackExperts:
         )
 
     def adopt(self, experts: torch.nn.Module, name: str, num_experts: int, top_k: int) -> None:
-        refuse_unsupported(experts, name, "experts='cutedsl'", "experts='torch'")
+        refuse_experts(experts, name)
         gate_up_EFH, down_EHI = (experts.get_parameter(p).detach() for p in ("gate_up_proj", "down_proj"))
         num_local, hidden_size, intermediate_size = down_EHI.shape
         if hidden_size % CUTEDSL_SIZE_ALIGNMENT or intermediate_size % CUTEDSL_SIZE_ALIGNMENT:

@@ -1,13 +1,21 @@
 """Experts in PyTorch: the model family's own experts module, on the rows that reached this rank."""
 
-import torch
+from __future__ import annotations
 
-from ..dispatchers.contract import Dispatched
-from ..probe import HostGroup
-from .local_experts import LocalExperts
+from typing import TYPE_CHECKING
+
+from ..registry import PLAIN_EXPERTS
+from ..way import ExpertsWay, RankParts, places
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..dispatchers.contract import Dispatched
+    from ..probe import HostGroup
+    from .local_experts import LocalExperts
 
 
-class TorchExperts:
+class TorchExperts(ExpertsWay):
     """The model's own experts module, with PyTorch's grouped GEMM; needs no preparation.
 
     Repeats to the bit.
@@ -16,9 +24,16 @@ class TorchExperts:
         device: where rows are; on a GPU, shapes must not depend on the routing.
     """
 
+    kind = PLAIN_EXPERTS
+    devices = places(cpu=0, cuda=1)
+    is_plain = True
     name = "torch grouped_mm"
     num_bytes = 0
     tuning = ""
+
+    @classmethod
+    def make(cls, parts: RankParts) -> TorchExperts:
+        return cls(parts.device)
 
     def __init__(self, device: torch.device):
         self._compute = static_rows if device.type == "cuda" else routed_pairs
@@ -51,7 +66,7 @@ def routed_pairs(
     y_RH = x_RH.new_zeros(x_RH.shape)
     if row.numel() == 0:
         return y_RH
-    ids_P1 = expert_ids_RK[row, slot].unsqueeze(1).to(torch.int64)
+    ids_P1 = expert_ids_RK[row, slot].unsqueeze(1).long()
     weights_P1 = expert_weights_RK[row, slot].unsqueeze(1)
     return y_RH.index_add_(0, row, experts.forward(x_RH[row], ids_P1, weights_P1).to(y_RH.dtype))
 
@@ -64,7 +79,7 @@ def static_rows(
     Slots with nothing to compute get the id that the grouped GEMM skips, and no weight.
     """
     here_RK = _is_here(experts, expert_ids_RK)
-    ids_RK = torch.where(here_RK, expert_ids_RK, experts.num_local).to(torch.int64)
+    ids_RK = expert_ids_RK.where(here_RK, experts.num_local).long()
     return experts.forward(x_RH, ids_RK, expert_weights_RK.masked_fill(~here_RK, 0.0))
 
 

@@ -1,17 +1,28 @@
 """Several ways to the experts as one: each step takes the one that the table says for its rows."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import torch
-
+from ..budgets.budget import Bound, own_capacity
 from ..budgets.geometry import StepGeometry
-from ..experts.local_experts import LocalExperts
-from .held import HeldAlike
+from ..budgets.layout import Layout
+from ..budgets.limits import Limits
+from ..budgets.path_settings import PathSettings, shape_of
+from ..budgets.planned_buffer import PlannedBuffer
+from ..registry import MEASURED, dispatcher_kinds, dispatcher_of, experts_for, fused_kinds, fused_of
+from ..way import ExpertsWay, Way, places
 from .path import ExpertPath
-from .table import PathTable
+from .table import PathTable, table_problems
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..experts.local_experts import LocalExperts
 
 
-class MeasuredPath:
+class MeasuredPath(Way):
     """Keeps `dispatch.paths.path.ExpertPath` with a path for every number of rows.
 
     A step is looked up by `runtime_max_tokens_per_rank`: all ranks have the same from the step plan, so all take the
@@ -26,6 +37,40 @@ class MeasuredPath:
         rank: this rank.
         capacity: the most rows a rank that a step has, covered by the table.
     """
+
+    kind = name = MEASURED
+    devices = places(cpu=2, cuda=0)
+
+    @classmethod
+    def capacity_bound(cls, limits: Limits, layout: Layout, experts: type[ExpertsWay]) -> Bound:
+        """Exactly what is needed, since a capacity costs speed."""
+        return own_capacity(limits, layout, experts.least_capacity(limits, layout), default=0)
+
+    @classmethod
+    def problems(cls, settings: PathSettings, setting: str) -> list[str]:
+        """What no path computes that is left to choose from, and what is wrong with a table."""
+        problems: list[str] = []
+        if settings.quantisation != "none":
+            problems += _quantisation_problems(settings, setting)
+        table = settings.tuning.table
+        if table is None:
+            return problems
+        layers = settings.spec.moe
+        shapes = [
+            shape_of(layer.num_experts, layer.hidden_size, layer.intermediate_size, layer.top_k) for layer in layers
+        ]
+        device = settings.worker.device
+        problems += table_problems(table, device, settings.quantisation, settings.capacity, shapes)
+        for path in dict.fromkeys(row.path for row in table):
+            dispatch = path.partition("+")[0]
+            if dispatch in dispatcher_kinds():
+                problems += dispatcher_of(dispatch).problems(settings, f"tuning.table's path {path!r}")
+        return problems
+
+    @classmethod
+    def planned(cls, settings: PathSettings) -> list[PlannedBuffer]:
+        bound = settings.tuning.max_bytes
+        return [PlannedBuffer("dispatch: measured paths", None, bound, "at most, by tuning.max_bytes")]
 
     def __init__(
         self,
@@ -43,7 +88,7 @@ class MeasuredPath:
         # Of kernels of one kind and several capacities, all have the same.
         scales = dict.fromkeys(one.quantisation_scales for one in held.values())
         self.held = HeldAlike(
-            dispatcher="measured",
+            dispatcher=MEASURED,
             expert_backend="; ".join(f"{name}: {one.expert_backend}" for name, one in held.items()),
             capacity=capacity,
             workspace_bytes=num_bytes,
@@ -68,3 +113,16 @@ class MeasuredPath:
     ) -> torch.Tensor:
         member = self.members[self.member_for(experts, geometry)]
         return member.run(experts, x_TH, expert_ids_TK, expert_weights_TK, geometry)
+
+
+def _quantisation_problems(settings: PathSettings, setting: str) -> list[str]:
+    """Why none of the ways that compute in the quantisation can; nothing where one of them can."""
+    found = [
+        fused_of(kind).problems(settings, setting)
+        for kind in fused_kinds(settings.worker.device)
+        if settings.quantisation in fused_of(kind).computes
+    ]
+    experts = experts_for(settings.experts, settings.quantisation)
+    if experts is not None and settings.worker.device in experts.devices:
+        found.append(experts.problems(settings))
+    return found[0] if found and all(found) else []

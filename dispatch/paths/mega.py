@@ -6,26 +6,45 @@ what its peers sent with its own copy of the scales, so those belong to what ran
 waits for its peers without bound; the driver's deadline is what ends a stalled gang.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import msgspec
-import torch
 
 from ..budgets.geometry import StepGeometry
 from ..budgets.limits import QuantisationKind
-from ..collectives import Collectives
+from ..budgets.path_settings import PathSettings, row_formats
+from ..budgets.planned_buffer import PlannedBuffer
 from ..dispatchers.contract import INVALID_EXPERT_ID, check_rows
 from ..errors import ConfigError
-from ..experts.checks import refuse_unsupported
-from ..experts.local_experts import LocalExperts
-from ..experts.widths import width_problem
-from ..probe import HostGroup
+from ..experts.checks import refuse_unsupported, shape_problems, unsupported_layer, width_problem
+from ..gpu_problems import hopper_problem, import_problem, nvlink_domain_problem, peer_problem
+from ..registry import PLAIN_EXPERTS
+from ..way import FusedWay, RankParts, places
 from .held import HeldAlike
-from .mega_kernels import MegaKernels
+from .tuning import Tuning
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..collectives import Collectives
+    from ..experts.local_experts import LocalExperts
+    from ..moe_layer import MoeLayer
+    from ..probe import HostGroup
+    from .mega_kernels import MegaKernels
 
 FP8_MAX = 448.0
+_CAPACITIES = (8, 64, 256, 1024)
+# Of hidden and intermediate sizes: the second GEMM's tile, TMA rows, and blocks of scales with their layout. FlashInfer
+# takes multiples of 64 in `fp8` and says that it never tried those that are none of 128: at an intermediate size of 64
+# it computed garbage for some numbers of rows, another at every run.
+_MULTIPLES = {"none": (256, 64), "fp8": (128, 128), "fp8_blockwise": (128, 128)}
 _COMPUTES = {"none": "bf16", "fp8": "fp8, one scale a tensor", "fp8_blockwise": "fp8, scales of 128-blocks"}
 
 
-class MegaPath:
+class MegaPath(FusedWay):
     """Mega kernels of one capacity, for all MoE layers of a rank; keeps `dispatch.paths.path.ExpertPath`.
 
     Args:
@@ -37,6 +56,65 @@ class MegaPath:
     Attributes:
         held: what ranks compare; in per-tensor fp8 the scales of all layers, two each, in the order of adoption.
     """
+
+    kind = name = "mega"
+    devices = places(cuda=2)
+    computes = ("none", "fp8", "fp8_blockwise")
+    calibrated = ("fp8",)
+    weights_layout = "mega"
+
+    @classmethod
+    def candidates(cls, tuning: Tuning, capacity: int) -> tuple[int, ...]:
+        below = tuning.mega_capacities or _CAPACITIES
+        return tuple(sorted({rows for rows in below if rows < capacity} | {capacity}))
+
+    @classmethod
+    def problems(cls, settings: PathSettings, setting: str) -> list[str]:
+        if settings.experts != PLAIN_EXPERTS:
+            return [f"experts={settings.experts!r} and {setting} both compute experts: set experts to 'auto'"]
+        if settings.quantisation not in cls.computes:
+            return []
+        return shape_problems(settings, _MULTIPLES[settings.quantisation])
+
+    @classmethod
+    def planned(cls, settings: PathSettings) -> list[PlannedBuffer]:
+        """What is known before the kernel is compiled: rows in and out, expert ids (int64) and weights (float32)."""
+        row_bytes = max(
+            2 * row_format.hidden_bytes + 12 * row_format.top_k for row_format in row_formats(settings.spec)
+        )
+        made_of = "rows in and out; the compiled kernel adds its own workspace"
+        capacity = settings.capacity
+        return [PlannedBuffer("dispatch: mega kernel", capacity, capacity * row_bytes, made_of)]
+
+    @classmethod
+    def refusal(cls, parts: RankParts, layers: Sequence[MoeLayer], host_of_first: str) -> str | None:
+        def refuse(experts: torch.nn.Module, name: str) -> None:
+            refuse_experts(experts, name, parts.settings.quantisation)
+
+        return (
+            nvlink_domain_problem(parts.device, host_of_first)
+            or import_problem("flashinfer.moe_ep")
+            or peer_problem(parts.device)
+            or hopper_problem(parts.device)
+            or unsupported_layer(layers, refuse)
+            or import_problem("nvshmem.core")
+            or import_problem("cutlass")
+        )
+
+    @classmethod
+    def copy_bytes(cls, layers: Sequence[MoeLayer], quantisation: QuantisationKind) -> int:
+        return copy_bytes(layers, quantisation)
+
+    @classmethod
+    def share(cls, parts: RankParts) -> MegaKernels:
+        from .mega_kernels import MegaKernels
+
+        settings = parts.settings
+        return MegaKernels(parts.group, settings.layout, parts.rank, parts.device, settings.quantisation)
+
+    @classmethod
+    def make(cls, parts: RankParts, shared: MegaKernels, capacity: int) -> MegaPath:
+        return cls(parts.collectives, shared, parts.rank, capacity)
 
     def __init__(self, collectives: Collectives, kernels: MegaKernels, rank: int, capacity: int):
         computes = f"FlashInfer SM90 CuTe DSL mega kernel, {_COMPUTES[kernels.quantisation]}"
@@ -89,7 +167,8 @@ class MegaPath:
         """
         check_rows(x_TH, expert_ids_TK, geometry, self._rank, self._capacity)
         if not self._collectives.issue("mega_moe", "ep", x_TH):
-            return torch.zeros_like(x_TH)
+            return x_TH.new_zeros(x_TH.shape)
+        import torch
         from flashinfer.moe_ep import MoEEpTensors
 
         bound = self._bounds.get(id(experts.module))
@@ -112,7 +191,18 @@ def refuse_experts(experts: torch.nn.Module, name: str, quantisation: Quantisati
     """
     refuse_unsupported(experts, name, "dispatch='mega'", "dispatch='flashinfer' or 'allgather'")
     _, hidden_size, intermediate_size = experts.get_parameter("down_proj").shape
-    problem = width_problem(hidden_size, intermediate_size, quantisation)
+    problem = width_problem(hidden_size, intermediate_size, _MULTIPLES[quantisation], quantisation)
     if problem is not None:
         other = "dispatch='flashinfer' or 'allgather'" if quantisation == "none" else "quantisation='none'"
         raise ConfigError(f"dispatch='mega' cannot run {name}: {problem}; use {other}")
+
+
+def copy_bytes(layers: Sequence[MoeLayer], quantisation: QuantisationKind) -> int:
+    """Bytes of the weights of these layers in the mega kernel's layout, as far as they are a copy.
+
+    In bfloat16 the second projection is the model's own tensor seen the other way round; in fp8 both are new, a byte
+    a number.
+    """
+    if quantisation == "none":
+        return sum(layer.parameters["gate_up_proj"].nbytes for layer in layers)
+    return sum(weights.numel() for layer in layers for weights in layer.parameters.values())

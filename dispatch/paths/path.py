@@ -4,16 +4,20 @@ Whatever the path, it keeps the contract of `dispatch.dispatchers.contract`: the
 rank, bounds checked before anything is sent, every rank in every call.
 """
 
-from typing import Protocol
+from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from ..budgets.geometry import StepGeometry
-from ..dispatchers.contract import Dispatcher
-from ..experts.backend import ExpertBackend
-from ..experts.local_experts import LocalExperts
-from ..probe import HostGroup
 from .held import HeldAlike
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..dispatchers.contract import Dispatcher
+    from ..experts.backend import ExpertBackend
+    from ..experts.local_experts import LocalExperts
+    from ..probe import HostGroup
 
 
 class ExpertPath(Protocol):

@@ -11,17 +11,25 @@ from typing import NamedTuple
 
 from ..budgets.buckets import decode_buckets, piecewise_buckets
 from ..budgets.layout import Layout
-from ..budgets.limits import ExpertsKind, Limits, QuantisationKind, step_widths
+from ..budgets.limits import Limits, QuantisationKind, step_widths
 from ..errors import ConfigError, GeometryError
+from ..registry import (
+    PLAIN_EXPERTS,
+    dispatcher_kinds,
+    dispatcher_of,
+    experts_kinds,
+    experts_of,
+    fused_kinds,
+    fused_of,
+)
 from .tuning import TableRow, Tuning
 
-_MEGA_CAPACITIES = (8, 64, 256, 1024)
 # One way to write each: a path's name is what its table, its members and its memory are found by.
-_MEGA = re.compile(r"mega@([1-9][0-9]{0,8})")
+_FUSED = re.compile(r"([a-z][a-z0-9_]*)@([1-9][0-9]{0,8})")
 
 
 class PathName(NamedTuple):
-    """A way to the experts: how rows travel, what computes them, and the rows that a mega kernel is built for."""
+    """A way to the experts: how rows travel, what computes them, and the rows that a fused kernel is built for."""
 
     dispatch: str
     experts: str
@@ -31,22 +39,22 @@ class PathName(NamedTuple):
         return f"{self.dispatch}+{self.experts}" if self.capacity is None else f"{self.dispatch}@{self.capacity}"
 
     @property
-    def is_mega(self) -> bool:
-        return self.capacity is not None
-
-    @property
     def is_plain(self) -> bool:
         """Whether it is what the others are held to: PyTorch's experts behind PyTorch's collectives, or behind none."""
-        return self.experts == "torch" and self.dispatch in ("local", "allgather")
+        if self.capacity is not None:
+            return False
+        return experts_of(self.experts).is_plain and dispatcher_of(self.dispatch).is_plain
 
     @property
     def weights(self) -> str:
         """The layout of expert weights that the path reads: the model's own, or one prepared from it."""
-        return "mega" if self.is_mega else "nvfp4" if self.experts == "nvfp4" else "as loaded"
+        if self.capacity is not None:
+            return fused_of(self.dispatch).weights_layout
+        return experts_of(self.experts).weights_layout
 
     @classmethod
-    def mega(cls, capacity: int) -> "PathName":
-        return cls("mega", "mega", capacity)
+    def fused(cls, kind: str, capacity: int) -> "PathName":
+        return cls(kind, kind, capacity)
 
     @classmethod
     def parse(cls, text: str) -> "PathName":
@@ -55,12 +63,14 @@ class PathName(NamedTuple):
         Raises:
             ConfigError: not the name of a path.
         """
-        mega = _MEGA.fullmatch(text)
-        if mega is not None:
-            return cls.mega(int(mega[1]))
+        fused = _FUSED.fullmatch(text)
+        if fused is not None and fused[1] in fused_kinds():
+            return cls.fused(fused[1], int(fused[2]))
         dispatch, _, experts = text.partition("+")
         if not dispatch or not experts:
-            raise ConfigError(f"path {text!r} is neither DISPATCH+EXPERTS nor mega@CAPACITY, like mega@64")
+            known = fused_kinds()
+            forms = " or ".join(f"{kind}@CAPACITY" for kind in known)
+            raise ConfigError(f"path {text!r} is neither DISPATCH+EXPERTS nor {forms}, like {known[0]}@64")
         return cls(dispatch, experts)
 
 
@@ -107,37 +117,43 @@ class PathTable:
 
 
 def available_paths(device: str, quantisation: QuantisationKind) -> tuple[PathName, ...]:
-    """The paths that a device has beside mega kernels, fastest first as far as one can know."""
-    if quantisation != "none":
-        return (PathName("flashinfer", "nvfp4"),) if quantisation == "nvfp4" and device == "cuda" else ()
-    if device == "cpu":
-        return PathName("allgather", "torch"), PathName("alltoall", "torch")
-    kinds = (("flashinfer", "cutedsl"), ("flashinfer", "torch"), ("allgather", "torch"))
-    return tuple(PathName(dispatch, experts) for dispatch, experts in kinds)
+    """The paths that a device has beside fused kernels, fastest first as far as one can know."""
+    found = []
+    for dispatch in dispatcher_kinds(device):
+        for experts in experts_kinds(device):
+            way = experts_of(experts)
+            if quantisation in way.computes and way.is_candidate_behind(dispatcher_of(dispatch)):
+                found.append(PathName(dispatch, experts))
+    return tuple(found)
+
+
+def available_fused(device: str, quantisation: QuantisationKind) -> tuple[str, ...]:
+    """The fused ways that a device has."""
+    return tuple(kind for kind in fused_kinds(device) if quantisation in fused_of(kind).computes)
 
 
 def candidate_paths(
-    tuning: Tuning, device: str, experts: ExpertsKind, quantisation: QuantisationKind, capacity: int
+    tuning: Tuning, device: str, experts: str, quantisation: QuantisationKind, capacity: int
 ) -> tuple[PathName, ...]:
     """The paths to choose from; with a pinned table, those it names.
 
     Args:
         tuning: how to choose; equal on every rank, and so is the rest.
         device: `cpu` or `cuda`.
-        experts: resolved; `cutedsl` leaves nothing else.
+        experts: resolved; any but PyTorch's leave nothing else.
         quantisation: in which experts are computed; what does not compute in it is no candidate.
         capacity: the most rows one rank brings to a step.
     """
     if tuning.table is not None:
         return tuple(PathName.parse(name) for name in PathTable(tuning.table).names)
-    plain = available_paths(device, quantisation)
-    if device == "cpu" or quantisation == "nvfp4":
-        return plain
-    if experts == "cutedsl" and quantisation == "none":
-        return tuple(name for name in plain if name.experts == experts)
-    below = tuning.mega_capacities or _MEGA_CAPACITIES
-    capacities = sorted({rows for rows in below if rows < capacity} | {capacity})
-    return (*plain, *map(PathName.mega, capacities))
+    separate = available_paths(device, quantisation)
+    if experts != PLAIN_EXPERTS and quantisation == "none":
+        return tuple(name for name in separate if name.experts == experts)
+    fused = available_fused(device, quantisation)
+    return (
+        *separate,
+        *(PathName.fused(kind, rows) for kind in fused for rows in fused_of(kind).candidates(tuning, capacity)),
+    )
 
 
 def table_problems(
@@ -153,22 +169,23 @@ def table_problems(
         shapes: of the model's MoE layers, as `shape_of` writes them.
     """
     problems: list[str] = []
-    known = available_paths(device, quantisation)
+    known, fused = available_paths(device, quantisation), available_fused(device, quantisation)
     for row in rows:
         try:
             name = PathName.parse(row.path)
         except ConfigError as error:
             problems.append(f"tuning.table: {error}")
             continue
-        has_mega = device == "cuda" and quantisation != "nvfp4"
-        if not (has_mega if name.is_mega else name in known):
-            names = [*map(str, known), *(["mega@CAPACITY"] if has_mega else [])]
+        if not (name in known if name.capacity is None else name.dispatch in fused):
+            names = [*map(str, known), *(f"{kind}@CAPACITY" for kind in fused)]
             problems.append(
                 f"tuning.table: path {row.path!r} does not exist on worker.device={device!r} with "
                 f"quantisation={quantisation!r}: use one of {', '.join(names) or 'none'}"
             )
         elif name.capacity is not None and name.capacity < row.rows:
-            problems.append(f"tuning.table: {row.path} cannot take {row.rows} rows: name mega@{row.rows} or more")
+            problems.append(
+                f"tuning.table: {row.path} cannot take {row.rows} rows: name {name.dispatch}@{row.rows} or more"
+            )
     for shape in dict.fromkeys(row.shape for row in rows):
         bounds = [row.rows for row in rows if row.shape == shape]
         if bounds != sorted(set(bounds)) or bounds[0] < 1:
@@ -203,8 +220,3 @@ def measured_rows(limits: Limits, layout: Layout, capacity: int) -> tuple[int, .
     tokens = [bucket * width.tokens_per_request for width in step_widths(limits) for bucket in decode_buckets(limits)]
     rows = {-(-count // layout.attn_tp_size) for count in (*tokens, *piecewise_buckets(limits))}
     return tuple(sorted({count for count in rows if count < capacity} | {capacity}))
-
-
-def shape_of(num_experts: int, hidden_size: int, intermediate_size: int, top_k: int) -> str:
-    """The shape of a MoE layer, over all ranks, as tables name it."""
-    return f"{num_experts} x {hidden_size} x {intermediate_size} top-{top_k}"

@@ -12,27 +12,25 @@ from expert_pool.dispatch.budgets.buckets import decode_buckets, piecewise_bucke
 from expert_pool.dispatch.budgets.budget import (
     Bound,
     RowFormat,
-    capacity_bound,
-    dispatch_capacity,
     exchange_budget,
     exchange_rows,
     largest_forward,
     largest_step,
-    needed_capacity,
     required_dispatch_tokens,
 )
-from expert_pool.dispatch.budgets.capacity import CAPACITY_VARIABLE, budget_problems
+from expert_pool.dispatch.budgets.capacity import CAPACITY_VARIABLE
 from expert_pool.dispatch.budgets.layout import Layout
 from expert_pool.dispatch.budgets.limits import Limits, step_widths, tokens_per_request
 from expert_pool.dispatch.dispatchers.exchange import ExchangeBuffers, hidden_of, packed_rows
 from expert_pool.dispatch.dispatchers.flashinfer_alltoall import links_for
 from expert_pool.dispatch.dispatchers.flashinfer_workspace import flashinfer_workspace_bytes
 from expert_pool.dispatch.errors import ConfigError
+from expert_pool.dispatch.paths.capacity import budget_problems, capacity_bound, dispatch_capacity, needed_capacity
 from expert_pool.workers.model.spec import AttentionShape, ModelSpec, MoeShape
 from hypothesis import given
 from hypothesis import strategies as st
 
-ROW = RowFormat(hidden_size=64, top_k=2, dtype=torch.float32, weights_dtype=torch.float32)
+ROW = RowFormat(hidden_size=64, top_k=2, dtype="float32", weights_dtype="float32")
 SPEC = ModelSpec(
     path="nowhere",
     model_type="qwen3_moe",
@@ -489,18 +487,18 @@ def test_h10_a_set_capacity_is_the_capacity():
 @pytest.mark.parametrize(
     ("ep_size", "capacity", "hidden_size", "top_k", "dtype", "num_bytes"),
     [
-        (1, 1, 7, 1, torch.bfloat16, 2304),
-        (2, 64, 2048, 8, torch.bfloat16, 1062400),
-        (3, 5, 100, 3, torch.bfloat16, 8448),
-        (4, 4096, 2048, 8, torch.bfloat16, 135529984),
-        (8, 4096, 7168, 8, torch.bfloat16, 941884928),
-        (16, 1, 2880, 4, torch.float32, 371200),
-        (64, 1024, 7168, 8, torch.float16, 1883310592),
+        (1, 1, 7, 1, "bfloat16", 2304),
+        (2, 64, 2048, 8, "bfloat16", 1062400),
+        (3, 5, 100, 3, "bfloat16", 8448),
+        (4, 4096, 2048, 8, "bfloat16", 135529984),
+        (8, 4096, 7168, 8, "bfloat16", 941884928),
+        (16, 1, 2880, 4, "float32", 371200),
+        (64, 1024, 7168, 8, "float16", 1883310592),
     ],
 )
 def test_h10_workspace_bytes_are_those_of_flashinfer(ep_size, capacity, hidden_size, top_k, dtype, num_bytes):
     """The numbers were printed by FlashInfer 0.7.4's own layout function, compiled for the CPU."""
-    formats = [RowFormat(hidden_size, top_k, dtype, torch.float32)]
+    formats = [RowFormat(hidden_size, top_k, dtype, "float32")]
     assert flashinfer_workspace_bytes(ep_size, capacity, formats) == num_bytes
 
 
@@ -531,9 +529,9 @@ def test_h11_the_allgather_refusal_gives_both_ways_out():
 
 
 FORMATS_OF_LAYERS_THAT_DIFFER = [
-    RowFormat(hidden_size=64, top_k=8, dtype=torch.float32, weights_dtype=torch.float32),
-    RowFormat(hidden_size=256, top_k=1, dtype=torch.float32, weights_dtype=torch.float32),
-    RowFormat(hidden_size=256, top_k=2, dtype=torch.bfloat16, weights_dtype=torch.float32),
+    RowFormat(hidden_size=64, top_k=8, dtype="float32", weights_dtype="float32"),
+    RowFormat(hidden_size=256, top_k=1, dtype="float32", weights_dtype="float32"),
+    RowFormat(hidden_size=256, top_k=2, dtype="bfloat16", weights_dtype="float32"),
 ]
 
 

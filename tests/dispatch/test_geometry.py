@@ -28,7 +28,7 @@ from expert_pool.dispatch.budgets.geometry import (
 from expert_pool.dispatch.budgets.layout import Layout
 from expert_pool.dispatch.experts.local_experts import LocalExperts
 from expert_pool.dispatch.experts.torch_experts import routed_pairs
-from expert_pool.dispatch.paths.maker import make_dispatcher
+from expert_pool.dispatch.registry import dispatcher_of as registered
 from expert_pool.workers.engine import RankEngine
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,7 +36,7 @@ from plain_ranks import PlainRanks, RankGang
 from rank_insides import collectives_of, dispatcher_of, run_script, target_of
 
 CPU = torch.device("cpu")
-ROW = RowFormat(hidden_size=64, top_k=2, dtype=torch.float32, weights_dtype=torch.float32)
+ROW = RowFormat(hidden_size=64, top_k=2, dtype="float32", weights_dtype="float32")
 
 layouts = st.builds(
     lambda dp_size, attn_tp_size: Layout(dp_size * attn_tp_size, attn_tp_size), st.integers(1, 6), st.integers(1, 4)
@@ -250,7 +250,7 @@ def gang(request: pytest.FixtureRequest, random_models: dict[str, str]) -> Itera
 
 
 NUM_LOCAL_EXPERTS = 4
-KINDS_OF_LAYER = (RowFormat(64, 2, torch.float32, torch.float32), RowFormat(96, 4, torch.float32, torch.float32))
+KINDS_OF_LAYER = (RowFormat(64, 2, "float32", "float32"), RowFormat(96, 4, "float32", "float32"))
 
 
 def budget_of(formats: tuple[RowFormat, ...], capacity: int, world_size: int) -> ExchangeBudget:
@@ -287,7 +287,7 @@ def run_layers_of_two_kinds(engine: RankEngine, kind: str, every_count: list[lis
     """Relative errors of layers of two kinds, in turn, over one exchange whose buffers held poison before."""
     layout = engine.config.layout
     budget = budget_of(KINDS_OF_LAYER, max(map(max, every_count)), layout.world_size)
-    dispatcher = make_dispatcher(kind, collectives_of(engine), engine.rank, budget, CPU)
+    dispatcher = registered(kind)(collectives_of(engine), engine.rank, budget, CPU)
     addresses = [buffer.data_ptr() for buffer in vars(dispatcher.buffers).values() if isinstance(buffer, torch.Tensor)]
     errors = []
     for seed, counts in enumerate(every_count):
@@ -355,7 +355,7 @@ def test_h4_the_dummy_token_of_an_idle_dp_rank_leaves_some_of_its_ranks_no_row(g
 def dispatch_beyond_the_buffers(engine: RankEngine, kind: str) -> tuple[str, int]:
     """What a step says that the plan allows and the buffers do not hold, and how many collectives it issued."""
     layout, collectives = engine.config.layout, collectives_of(engine)
-    dispatcher = make_dispatcher(kind, collectives, engine.rank, budget_of((ROW,), 4, layout.world_size), CPU)
+    dispatcher = registered(kind)(collectives, engine.rank, budget_of((ROW,), 4, layout.world_size), CPU)
     geometry = StepGeometry.eager(layout, (5 * layout.attn_tp_size,) + (1,) * (layout.dp_size - 1), capacity=8)
     with collectives.listing() as calls:
         try:

@@ -5,9 +5,9 @@ import pytest
 import torch
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig, WorkerConfig
 from expert_pool.cluster.config import configuration_problems, resolve_unchecked
+from expert_pool.dispatch.experts.nvfp4 import architecture_problem
 from expert_pool.dispatch.experts.nvfp4_experts import (
     Nvfp4Layer,
-    architecture_problem,
     routing_for,
     up_gate,
     wrapper_settings,

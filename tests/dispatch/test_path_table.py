@@ -8,9 +8,10 @@ import pytest
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig, WorkerConfig, load_config
 from expert_pool.cluster.config import configuration_problems, resolve, resolve_unchecked
 from expert_pool.dispatch.budgets.layout import Layout
+from expert_pool.dispatch.budgets.path_settings import shape_of
 from expert_pool.dispatch.errors import ConfigError, GeometryError
 from expert_pool.dispatch.paths.fastest import Measured, PathCost, choose
-from expert_pool.dispatch.paths.table import PathName, PathTable, candidate_paths, measured_rows, shape_of
+from expert_pool.dispatch.paths.table import PathName, PathTable, candidate_paths, measured_rows
 from expert_pool.dispatch.paths.tuning import TableRow, Tuning
 from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.model.spec import ModelSpec

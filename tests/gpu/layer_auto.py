@@ -6,16 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from expert_pool.dispatch.budgets.budget import RowFormat, exchange_budget, exchange_rows
 from expert_pool.dispatch.budgets.limits import Limits
-from expert_pool.dispatch.experts.pair_budget import ExpertShape, pair_budget
+from expert_pool.dispatch.budgets.path_settings import budget_for
+from expert_pool.dispatch.dispatchers.allgather import AllGatherDispatcher
+from expert_pool.dispatch.experts.torch_experts import TorchExperts
 from expert_pool.dispatch.moe_layer import MoeLayer
 from expert_pool.dispatch.paths.fastest import Measured, choose
-from expert_pool.dispatch.paths.maker import PathMaker, copy_bytes, make_dispatcher, make_experts
+from expert_pool.dispatch.paths.maker import PathMaker
 from expert_pool.dispatch.paths.path import DispatchedPath, ExpertPath
 from expert_pool.dispatch.paths.table import PathName, PathTable, candidate_paths, measured_rows
 from expert_pool.dispatch.paths.tuning import Tuning
 from expert_pool.dispatch.probe import HostGroup
+from expert_pool.dispatch.way import RankParts
 from expert_pool.workers.graph_set import make_backend
 from expert_pool.workers.path_selection.calibration import CALIBRATION_TOKENS
 from expert_pool.workers.path_selection.check import PathCheck
@@ -61,7 +63,7 @@ class KeepingChoice(PathChoice):
         paths = self._build(left, [layer])
         buckets = measured_rows(config.limits, config.layout, config.capacity)
         measured = self._measure(paths, {layer.shape: layer}, buckets, [layer])
-        copies = copy_bytes([layer], config.quantisation)
+        copies = maker.copy_bytes(paths, [layer])
         choice = choose(buckets, measured, self._costs(paths), copies, config.tuning.max_bytes)
         return Auto(
             paths, measured[0], buckets, choice.table, tuple(map(str, self._dropped.values())), maker, self._group
@@ -84,35 +86,32 @@ def auto(layer: Layer, tokens: tuple[int, ...], mega_capacities: tuple[int, ...]
         cuda_graph_bs=graphs,
         disable_piecewise_cuda_graph=True,
     )
-    row_format = RowFormat(size.hidden, size.top_k, torch.bfloat16, torch.float32)
-    shape = ExpertShape(size.hidden, size.intermediate, size.top_k, layer.num_local)
+    shape = SimpleNamespace(
+        name="the layer",
+        num_experts=size.experts,
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        top_k=size.top_k,
+        weights_dtype="float32",
+        unsupported_traits=(),
+    )
     config: Any = SimpleNamespace(
+        spec=SimpleNamespace(model_type="one layer", dtype="bfloat16", moe=(shape,)),
+        dispatch="measured",
         tuning=Tuning(mega_capacities=mega_capacities),
         limits=limits,
         layout=world.layout,
         capacity=capacity,
-        experts="auto",
+        experts="torch",
         quantisation="none",
-        worker=SimpleNamespace(device=world.device.type),
+        worker=SimpleNamespace(device=world.device.type, device_timeout_s=60.0),
     )
-    maker = PathMaker(
-        collectives=world.collectives,
-        group=world.ep_group,
-        layout=world.layout,
-        rank=world.rank,
-        device=world.device,
-        budget=exchange_budget(limits, world.layout, [row_format], capacity=capacity),
-        pair_budget=pair_budget(exchange_rows(world.layout, capacity), [shape]),
-        formats=((size.experts, row_format),),
-        quantisation="none",
-        peer_timeout_s=60,
-        records_graphs=True,
-    )
+    maker = PathMaker(RankParts(config, world.rank, world.collectives, world.ep_group, world.device))
     assert world.host_group is not None, f"{socket.gethostname()} has one rank: nothing to choose from"
     hosts = HostGroup(world.host_group, world.rank)
     with torch.inference_mode(False):
-        plain = make_dispatcher("allgather", world.collectives, world.rank, maker.budget, world.device)
-        reference = DispatchedPath(plain, make_experts("torch", None, world.device))
+        plain = AllGatherDispatcher(world.collectives, world.rank, budget_for(config), world.device)
+        reference = DispatchedPath(plain, TorchExperts(world.device))
         check = PathCheck(world.layout, hosts, reference, min(CALIBRATION_TOKENS, capacity), "none", world.device)
         choice = KeepingChoice(config, maker, hosts, make_backend(world.device), check)
         return choice.measure_all(layer.as_of_a_model, maker)

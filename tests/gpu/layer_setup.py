@@ -20,12 +20,13 @@ from expert_pool.dispatch.collectives import Collectives
 from expert_pool.dispatch.dispatchers.contract import INVALID_EXPERT_ID
 from expert_pool.dispatch.experts.local_experts import LocalExperts
 from expert_pool.dispatch.experts.pair_budget import ExpertShape, pair_budget
+from expert_pool.dispatch.experts.torch_experts import TorchExperts
 from expert_pool.dispatch.moe_layer import MoeLayer
-from expert_pool.dispatch.paths.maker import make_dispatcher, make_experts
 from expert_pool.dispatch.paths.mega import MegaPath
 from expert_pool.dispatch.paths.mega_kernels import MegaKernels
 from expert_pool.dispatch.paths.path import DispatchedPath
 from expert_pool.dispatch.probe import HostGroup
+from expert_pool.dispatch.registry import dispatcher_of
 from harness import gpu_of, ranks_share_gpu
 from layer_watch import Watch
 from transformers import Qwen3MoeConfig
@@ -268,11 +269,14 @@ def dispatched(layer: Layer, dispatch: str, experts: str, capacity: int, others:
         others: experts of further layers that FlashInfer's dispatcher is made for, of rows of the same format.
     """
     world, size = layer.world, layer.size
-    row_format = RowFormat(size.hidden, size.top_k, torch.bfloat16, torch.float32)
+    row_format = RowFormat(size.hidden, size.top_k, "bfloat16", "float32")
     shape = ExpertShape(size.hidden, size.intermediate, size.top_k, layer.num_local)
     budget = exchange_budget(Limits(), world.layout, [row_format], capacity=capacity)
-    pairs = pair_budget(exchange_rows(world.layout, capacity), [shape]) if experts == "cutedsl" else None
-    backend = make_experts(experts, pairs, world.device)
+    backend: Any = TorchExperts(world.device)
+    if experts == "cutedsl":
+        from expert_pool.dispatch.experts.quack_experts import QuackExperts
+
+        backend = QuackExperts(pair_budget(exchange_rows(world.layout, capacity), [shape]), world.device)
     if dispatch == "flashinfer":
         from expert_pool.dispatch.dispatchers.flashinfer_alltoall import FlashInferDispatcher
 
@@ -289,7 +293,8 @@ def dispatched(layer: Layer, dispatch: str, experts: str, capacity: int, others:
         )
         world.watch.links = list(dispatcher._links.values())
     else:
-        dispatcher = make_dispatcher(dispatch, world.collectives, world.rank, budget, world.device)
+        with torch.inference_mode(False):
+            dispatcher = dispatcher_of(dispatch)(world.collectives, world.rank, budget, world.device)
     path = DispatchedPath(dispatcher, backend)
     path.adopt(layer.local.module, "the layer", size.experts, size.top_k)
     started = time.perf_counter()

@@ -1,47 +1,34 @@
 """Paths to the experts of a rank, made from its configuration."""
 
-from dataclasses import replace
-
+import msgspec
 import torch
 import torch.distributed as dist
 
-from ...dispatch.budgets.budget import exchange_budget
 from ...dispatch.collectives import Collectives
 from ...dispatch.paths.maker import PathMaker
 from ...dispatch.paths.path import ExpertPath
 from ...dispatch.paths.table import PathName
 from ...dispatch.probe import HostGroup
+from ...dispatch.registry import LOCAL, PLAIN_EXPERTS
+from ...dispatch.way import RankParts
 from ..rank_config import RankConfig
 from .calibration import CALIBRATION_TOKENS, num_calibrating
 from .check import PathCheck
-from .exchange_sizes import budget_for, largest_pair_budget, row_formats
 
 
 def path_maker(
     config: RankConfig, rank: int, collectives: Collectives, world: dist.ProcessGroup, device: torch.device
 ) -> PathMaker:
     """What makes the paths of a rank."""
-    formats = zip((layer.num_experts for layer in config.spec.moe), row_formats(config.spec), strict=True)
-    return PathMaker(
-        collectives=collectives,
-        group=world,
-        layout=config.layout,
-        rank=rank,
-        device=device,
-        budget=budget_for(config),
-        pair_budget=largest_pair_budget(config),
-        formats=tuple(dict.fromkeys(formats)),
-        quantisation=config.quantisation,
-        peer_timeout_s=config.worker.device_timeout_s,
-        records_graphs=not config.limits.disable_cuda_graph,
-    )
+    return PathMaker(RankParts(config, rank, collectives, world, device))
 
 
 def loading_path(config: RankConfig, maker: PathMaker) -> ExpertPath:
     """What the model is bound to until its path is settled: computes in its own dtype, a few rows at a time."""
-    budget = exchange_budget(config.limits, config.layout, row_formats(config.spec), capacity=CALIBRATION_TOKENS)
-    kind = "allgather" if config.layout.world_size > 1 else "local"
-    return replace(maker, budget=budget).make(PathName(kind, "torch"))
+    parts, kind = maker.parts, "allgather" if config.layout.world_size > 1 else LOCAL
+    few_rows = msgspec.structs.replace(config, capacity=CALIBRATION_TOKENS)
+    small = RankParts(few_rows, parts.rank, parts.collectives, parts.group, parts.device)
+    return PathMaker(small).make(PathName(kind, PLAIN_EXPERTS))
 
 
 def path_check(config: RankConfig, group: HostGroup, reference: ExpertPath, device: torch.device) -> PathCheck:

@@ -17,13 +17,15 @@ from ...dispatch.errors import ConfigError
 from ...dispatch.moe import MoeExchange
 from ...dispatch.moe_layer import MoeLayer, one_of_each_shape
 from ...dispatch.paths.fastest import Choice, Measured, PathCost, bytes_of, choose
-from ...dispatch.paths.maker import PathMaker, copy_bytes
+from ...dispatch.paths.maker import PathMaker
 from ...dispatch.paths.measured import MeasuredPath
 from ...dispatch.paths.path import ExpertPath, MemberPath
 from ...dispatch.paths.table import PathName, PathTable, candidate_paths, measured_rows, table_problems
 from ...dispatch.paths.table_cache import TableCache, library_versions
 from ...dispatch.paths.tuning import TableRow
 from ...dispatch.probe import Dropped, HostGroup, agree_on_refusals, attempt
+from ...dispatch.registry import MEASURED, experts_for, fused_kinds, fused_of
+from ...dispatch.way import AS_LOADED
 from ...graphs.backend import CaptureBackend
 from ..rank_config import RankConfig
 from .calibration import calibrate
@@ -77,22 +79,17 @@ class PathChoice:
         """
         config = self._config
         layers = moe_layers(config, model, exchange)
-        if config.dispatch == "measured":
-            names = candidate_paths(
-                config.tuning, config.worker.device, config.experts, config.quantisation, config.capacity
-            )
-        elif config.dispatch == "mega":
-            names = (PathName.mega(config.capacity),)
-        else:
-            names = (PathName(config.dispatch, "nvfp4" if config.quantisation == "nvfp4" else config.experts),)
+        names = named_paths(config)
         self._probe(names, layers)
-        if config.quantisation == "fp8" and any(str(name) not in self._dropped for name in names):
+        left = {name.dispatch for name in names if name.capacity is not None and str(name) not in self._dropped}
+        calibrated = [kind for kind in sorted(left) if config.quantisation in fused_of(kind).calibrated]
+        if calibrated:
             scales, rows = calibrate(config.spec, model, exchange, layers, self._group, self._maker.device)
             self._check.real_rows |= rows
-            self._maker.kernels.scales |= {
-                id(layer.experts.module): pair for layer, pair in zip(layers, scales, strict=True)
-            }
-        if config.dispatch != "measured":
+            pairs = {id(layer.experts.module): pair for layer, pair in zip(layers, scales, strict=True)}
+            for kind in calibrated:
+                self._maker.shared(kind).scales |= pairs
+        if config.dispatch != MEASURED:
             paths = self._all_of(names, layers, f"dispatch={config.dispatch!r}")
             self._adopt(paths, layers)
             return Settled(paths[names[0]], ())
@@ -167,7 +164,7 @@ class PathChoice:
         self, table: PathTable, members: dict[PathName, MemberPath], layers: Sequence[MoeLayer], source: str
     ) -> Settled:
         """The paths of a table that exists, held to the bound."""
-        copies = copy_bytes(layers, self._config.quantisation)
+        copies = self._maker.copy_bytes(members, layers)
         self._adopt(members, layers)
         num_bytes = bytes_of(table.names, self._costs(members), copies)
         if num_bytes > self._config.tuning.max_bytes:
@@ -185,7 +182,7 @@ class PathChoice:
         measured = self._measure(paths, samples, buckets, layers)
         if not paths:
             raise ConfigError(f"no path is left: {'; '.join(map(str, self._dropped.values()))}")
-        copies = copy_bytes(layers, config.quantisation)
+        copies = self._maker.copy_bytes(paths, layers)
         try:
             choice = choose(buckets, measured, self._costs(paths), copies, config.tuning.max_bytes)
         except ConfigError as error:
@@ -266,7 +263,7 @@ class PathChoice:
 
     def _adopt(self, paths: Mapping[PathName, MemberPath], layers: Sequence[MoeLayer]) -> None:
         """Have all layers computed; where no path reads the model's own weights, they are given up layer by layer."""
-        is_prepared = all(name.weights != "as loaded" for name in paths)
+        is_prepared = all(name.weights != AS_LOADED for name in paths)
         for layer in layers:
             for path in paths.values():
                 path.adopt(layer.experts.module, layer.name, layer.num_experts, layer.top_k)
@@ -308,6 +305,18 @@ class PathChoice:
             f"within {config.tuning.max_bytes} bytes",
         )
         return "; ".join(parts)
+
+
+def named_paths(config: RankConfig) -> tuple[PathName, ...]:
+    """The path that the configuration names, or those that it leaves to choose from; equal on every rank."""
+    tuning, device, quantisation = config.tuning, config.worker.device, config.quantisation
+    if config.dispatch == MEASURED:
+        return candidate_paths(tuning, device, config.experts, quantisation, config.capacity)
+    if config.dispatch in fused_kinds():
+        return (PathName.fused(config.dispatch, config.capacity),)
+    experts = experts_for(config.experts, quantisation)
+    assert experts is not None, "a quantisation that nothing computes is refused before"
+    return (PathName(config.dispatch, experts.kind),)
 
 
 def moe_layers(config: RankConfig, model: PreTrainedModel, exchange: MoeExchange) -> list[MoeLayer]:

@@ -14,7 +14,7 @@ from ...dispatch.errors import ConfigError
 from ..attention.kv_sizing import block_bytes, least_blocks
 from ..config import CacheConfig
 from ..graph_set import static_bytes
-from ..path_selection.exchange_sizes import budget_for
+from ...dispatch.budgets.path_settings import budget_for
 from ..rank_config import RankConfig
 
 _CGROUP_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"

@@ -11,18 +11,19 @@ from click.testing import CliRunner
 from expert_pool.cluster import CacheConfig, ConfigError, Limits, PoolConfig, WorkerConfig
 from expert_pool.cluster.cli.commands import main
 from expert_pool.cluster.cli.plan_report import plan_pool
-from expert_pool.cluster.config import cutedsl_problems
 from expert_pool.cluster.planning.validation import validate
 from expert_pool.dispatch.budgets.capacity import CAPACITY_VARIABLE
 from expert_pool.dispatch.budgets.limits import step_widths
+from expert_pool.dispatch.budgets.path_settings import budget_for, row_formats
 from expert_pool.dispatch.collectives import Collectives
+from expert_pool.dispatch.experts.cutedsl import cutedsl_problems, pair_budget_for
 from expert_pool.dispatch.experts.pair_budget import ExpertShape, pair_budget
 from expert_pool.dispatch.experts.pair_buffers import PairBuffers
-from expert_pool.dispatch.paths.maker import make_dispatcher
+from expert_pool.dispatch.registry import dispatcher_of
+from expert_pool.dispatch.way import RankParts
 from expert_pool.graphs.static import StaticBuffers
 from expert_pool.workers.attention.kv_cache import KvCache
 from expert_pool.workers.graph_set import buffer_specs
-from expert_pool.workers.path_selection.exchange_sizes import budget_for, pair_budget_for, row_formats
 from expert_pool.workers.speculation.draft import draft_cache
 from models import FAMILIES
 
@@ -70,8 +71,7 @@ def test_h10_bytes_printed_equal_bytes_allocated(family, dispatch, random_models
         )
     ).config
 
-    budget = budget_for(config)
-    dispatcher = make_dispatcher(config.dispatch, Collectives({}), 0, budget, CPU)
+    dispatcher = dispatcher_of(config.dispatch).make(RankParts(config, 0, Collectives({}), None, CPU))
     names = ("dispatch: send", "dispatch: receive", "dispatch: combine")
     assert sum(printed(output, name)[1] for name in names) == dispatcher.num_bytes
     assert printed(output, "dispatch: send")[1] == dispatcher.buffers.send.nbytes

@@ -236,7 +236,7 @@ def test_links_that_were_made_before_one_fails_are_given_back(monkeypatch):
     library.BootstrapConfig = library.MoEEpCommParams = library.NVLinkOneSidedConfig = SimpleNamespace
     monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
     monkeypatch.setitem(sys.modules, "flashinfer.moe_ep", library)
-    layers = [(8, RowFormat(hidden, 2, torch.bfloat16, torch.float32)) for hidden in (256, 512)]
+    layers = [(8, RowFormat(hidden, 2, "bfloat16", "float32")) for hidden in (256, 512)]
     with pytest.raises(RuntimeError, match="out of memory"):
         FlashInferDispatcher(Collectives({}), None, Layout(2), 0, 64, layers, 60.0, torch.device("cpu"))
     assert given_back == [256]

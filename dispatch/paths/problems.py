@@ -1,0 +1,60 @@
+"""Why a pool's way to the experts would not work, from its configuration alone: what the ways say of themselves."""
+
+from ..budgets.limits import QuantisationKind
+from ..budgets.path_settings import PathSettings
+from ..registry import (
+    MEASURED,
+    dispatcher_kinds,
+    dispatcher_of,
+    experts_for,
+    experts_kinds,
+    experts_of,
+    fused_kinds,
+    fused_of,
+    way_of,
+)
+from .capacity import budget_problems
+
+
+def path_problems(settings: PathSettings) -> list[str]:
+    """Each with the setting to change; empty where dispatcher, experts, quantisation and table go together."""
+    problems = list(budget_problems(settings.limits, settings.layout, settings.dispatch, settings.experts))
+    if settings.dispatch not in fused_kinds():
+        problems += experts_of(settings.experts).problems(settings)
+    problems += _quantisation_problems(settings)
+    if settings.tuning.table is not None and settings.dispatch != MEASURED:
+        problems.append(f"tuning.table is for dispatch='measured', and dispatch is {settings.dispatch!r}: leave it out")
+    return [*problems, *way_of(settings.dispatch).problems(settings, f"dispatch={settings.dispatch!r}")]
+
+
+def _quantisation_problems(settings: PathSettings) -> list[str]:
+    quantisation, device = settings.quantisation, settings.worker.device
+    if quantisation == "none":
+        return []
+    kinds = computing(quantisation)
+    if settings.dispatch not in kinds:
+        return [
+            f"quantisation={quantisation!r} is computed behind dispatch {' or '.join(map(repr, kinds))} alone, "
+            f"on 2 or more ranks, and dispatch is {settings.dispatch!r} with ranks={settings.layout.world_size}: set "
+            "dispatch to one of them, or quantisation to 'none'"
+        ]
+    if not computing(quantisation, device):
+        return [f"quantisation={quantisation!r} does not run on worker.device={device!r}: set quantisation to 'none'"]
+    experts = experts_for(settings.experts, quantisation)
+    is_named = experts is not None and experts.kind == settings.experts
+    if experts is None or is_named or settings.dispatch not in dispatcher_kinds():
+        return []
+    return experts.problems(settings)
+
+
+def computing(quantisation: QuantisationKind, on_device: str | None = None) -> tuple[str, ...]:
+    """What `dispatch` may be for experts to be computed in a quantisation: on this device, or on any."""
+    found = []
+    for device in ("cuda", "cpu") if on_device is None else (on_device,):
+        for kind in dispatcher_kinds(device):
+            dispatcher = dispatcher_of(kind)
+            behind = [experts_of(experts) for experts in experts_kinds(device)]
+            if any(quantisation in way.computes and way.is_candidate_behind(dispatcher) for way in behind):
+                found.append(kind)
+        found += [kind for kind in fused_kinds(device) if quantisation in fused_of(kind).computes]
+    return (*dict.fromkeys(found), MEASURED) if found else ()

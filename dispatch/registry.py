@@ -1,0 +1,188 @@
+"""The ways to the experts that there are, by the names that settings give them; free of PyTorch.
+
+`register` makes one known. Those of the house are listed in `dispatch.paths.built_in`, which is read at the first
+look; others are registered by modules that the setting `plugins` names, in the driver and in every rank.
+"""
+
+import difflib
+import importlib
+import re
+from collections.abc import Sequence
+from typing import NoReturn, TypeVar
+
+from .budgets.limits import QuantisationKind
+from .errors import ConfigError
+from .way import DispatcherWay, ExpertsWay, FusedWay, Way
+
+AUTO = "auto"
+LOCAL = "local"
+"""The dispatcher of a pool of one rank."""
+MEASURED = "measured"
+PLAIN_EXPERTS = "torch"
+"""What `auto` computes experts with."""
+
+_ways: dict[str, type[Way]] = {}
+_experts: dict[str, type[ExpertsWay]] = {}
+_KIND = re.compile(r"[a-z][a-z0-9_]*")
+_Described = TypeVar("_Described", type[Way], type[ExpertsWay])
+
+
+def register(way: type[Way] | type[ExpertsWay]) -> None:
+    """Make a way known by its `kind`: a class that derives from `DispatcherWay`, `ExpertsWay` or `FusedWay`.
+
+    Raises:
+        ConfigError: a name that settings could not say, or one that another way has.
+    """
+    _read_built_in()
+    if issubclass(way, Way):
+        _add(_ways, way)
+    else:
+        _add(_experts, way)
+
+
+def load_plugins(modules: Sequence[str]) -> None:
+    """Import modules that register ways of their own; what is imported already is left as it is.
+
+    Raises:
+        ConfigError: one cannot be imported, with the reason.
+    """
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever a module of the user's own raises
+            raise ConfigError(
+                f"plugins: module {module!r} cannot be imported: {type(error).__name__}: {error}; install it on all "
+                "nodes, or name a folder that has it in PYTHONPATH where the pool is launched, where Ray is started "
+                "and in worker.environment"
+            ) from error
+
+
+def dispatch_names() -> tuple[str, ...]:
+    """What the setting `dispatch` may be."""
+    _read_built_in()
+    return (AUTO, *(kind for kind, way in _ways.items() if way.is_chosen))
+
+
+def experts_names() -> tuple[str, ...]:
+    """What the setting `experts` may be."""
+    _read_built_in()
+    return (AUTO, *(kind for kind, way in _experts.items() if "none" in way.computes))
+
+
+def refuse_unknown_names(dispatch: str, experts: str) -> None:
+    """
+    Raises:
+        ConfigError: a setting that names no way; says which there are, and which is the nearest.
+    """
+    for setting, name, known in (("dispatch", dispatch, dispatch_names()), ("experts", experts, experts_names())):
+        if name not in known:
+            _refuse(setting, name, known)
+
+
+def way_of(kind: str) -> type[Way]:
+    """What `dispatch` names, `local` included.
+
+    Raises:
+        ConfigError: nothing of that name; says what there is.
+    """
+    _read_built_in()
+    return _ways.get(kind) or _refuse("dispatch", kind, dispatch_names())
+
+
+def dispatcher_of(kind: str) -> type[DispatcherWay]:
+    """
+    Raises:
+        ConfigError: no dispatcher of that name.
+    """
+    way = way_of(kind)
+    if not issubclass(way, DispatcherWay):
+        raise ConfigError(f"{kind!r} is no dispatcher: use one of {', '.join(dispatcher_kinds())}")
+    return way
+
+
+def fused_of(kind: str) -> type[FusedWay]:
+    """
+    Raises:
+        ConfigError: no fused way of that name.
+    """
+    way = way_of(kind)
+    if not issubclass(way, FusedWay):
+        raise ConfigError(f"{kind!r} is not fused: use one of {', '.join(fused_kinds())}")
+    return way
+
+
+def experts_of(kind: str) -> type[ExpertsWay]:
+    """Experts by their kind, those that only a quantisation asks for included.
+
+    Raises:
+        ConfigError: nothing of that name; says what there is.
+    """
+    _read_built_in()
+    return _experts.get(kind) or _refuse("experts", kind, experts_names())
+
+
+def experts_for(experts: str, quantisation: QuantisationKind) -> type[ExpertsWay] | None:
+    """What computes behind a dispatcher: the experts that are named, or those that compute in the quantisation.
+
+    Args:
+        experts: resolved.
+        quantisation: in which experts are computed; `None` is returned where none behind a dispatcher are.
+    """
+    named = experts_of(experts)
+    if quantisation in named.computes:
+        return named
+    return next((way for way in _experts.values() if quantisation in way.computes), None)
+
+
+def dispatcher_kinds(device: str | None = None) -> tuple[str, ...]:
+    """Dispatchers that settings may name, on a device those that it has, in the order of their places there."""
+    return _kinds(DispatcherWay, device)
+
+
+def fused_kinds(device: str | None = None) -> tuple[str, ...]:
+    """Fused ways; as for dispatchers."""
+    return _kinds(FusedWay, device)
+
+
+def way_kinds(device: str) -> tuple[str, ...]:
+    """Everything that `dispatch` may name on this device, but `auto`, in the order of their places there."""
+    return _kinds(Way, device)
+
+
+def experts_kinds(device: str) -> tuple[str, ...]:
+    """Experts that a device has, in the order of their places there."""
+    _read_built_in()
+    there = [way for way in _experts.values() if device in way.devices]
+    return tuple(way.kind for way in sorted(there, key=lambda way: way.devices[device]))
+
+
+def _kinds(base: type[Way], device: str | None) -> tuple[str, ...]:
+    _read_built_in()
+    found = [way for way in _ways.values() if issubclass(way, base) and way.is_chosen]
+    if device is not None:
+        there = [way for way in found if device in way.devices]
+        found = sorted(there, key=lambda way: way.devices[device])
+    return tuple(way.kind for way in found)
+
+
+def _add(known: dict[str, _Described], way: _Described) -> None:
+    kind = way.kind
+    if not _KIND.fullmatch(kind) or kind == AUTO:
+        raise ConfigError(f"a way to the experts cannot be named {kind!r}: use small letters, digits and underscores")
+    before = known.get(kind)
+    if before is not None and (before.__module__, before.__qualname__) != (way.__module__, way.__qualname__):
+        raise ConfigError(f"{way.__module__} registers {kind!r}, which {before.__module__} has registered: rename it")
+    known[kind] = way
+
+
+def _refuse(setting: str, kind: str, known: Sequence[str]) -> NoReturn:
+    nearest = difflib.get_close_matches(kind, known, n=1, cutoff=0.5)
+    hint = f" (did you mean {nearest[0]}?)" if nearest else ""
+    raise ConfigError(f"{setting}={kind!r}: set {setting} to one of {', '.join(known)}{hint}")
+
+
+def _read_built_in() -> None:
+    """Not imported above: the ways of the house import what they describe, and some of that looks here."""
+    importlib.import_module(".paths.built_in", __package__)

@@ -109,6 +109,11 @@ class Way:
         """What a rank allocates for it, by the same arithmetic as `make`."""
         return []
 
+    @classmethod
+    def kernel_modules(cls, settings: PathSettings) -> list[tuple[str, Any]]:
+        """What FlashInfer compiles for it on first use: specifications of its modules, each with a label for people."""
+        return []
+
 
 class DispatcherWay(Way):
     """A dispatcher; what it makes keeps `dispatch.dispatchers.contract`.

@@ -1,36 +1,13 @@
 """Static input buffers: allocated once at their largest, shared by all buckets, copied into before every replay."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
+from ..dispatch.dtypes import dtype_name
 from ..dispatch.errors import GeometryError
+from .buffer_spec import BufferSpec
 from .record import BufferShape
-
-
-@dataclass(frozen=True)
-class BufferSpec:
-    """One input of a step.
-
-    Attributes:
-        shape: at the largest bucket.
-        dtype: of the buffer.
-        padding: what rows beyond a step's own hold; safe to compute with.
-        rows: what the first dimension counts: `tokens`, `requests`, or rows that are `due` an output.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    padding: int | float
-    rows: str
-
-    @property
-    def num_bytes(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
 
 
 class StaticBuffers:
@@ -46,7 +23,7 @@ class StaticBuffers:
         # Steps run in inference mode and write these buffers; made inside it, nothing outside could.
         with torch.inference_mode(False):
             self._tensors = {
-                name: torch.full(spec.shape, spec.padding, dtype=spec.dtype, device=device)
+                name: torch.full(spec.shape, spec.padding, dtype=getattr(torch, spec.dtype), device=device)
                 for name, spec in specs.items()
             }
 
@@ -57,9 +34,7 @@ class StaticBuffers:
     def shapes(self, sizes: Mapping[str, int]) -> tuple[BufferShape, ...]:
         """Shapes and dtypes of the views that a graph of these sizes reads."""
         views = self.views(sizes)
-        return tuple(
-            BufferShape(name, tuple(view.shape), str(view.dtype).removeprefix("torch.")) for name, view in views.items()
-        )
+        return tuple(BufferShape(name, tuple(view.shape), dtype_name(view.dtype)) for name, view in views.items())
 
     def views(self, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """The leading rows of each buffer that a graph reads.

@@ -76,6 +76,7 @@ class RankEngine:
         Raises:
             ConfigError: on every rank, when communication cannot use what the environment of some of them sets.
             GeometryError: on every rank, when some of them run other code, or read another model under the same path.
+            ConfigError: a plugin cannot be imported.
             RankError: others did not come in time.
         """
         if self._store is None:

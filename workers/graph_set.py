@@ -5,22 +5,21 @@ from collections.abc import Callable
 import psutil
 import torch
 
-from ..dispatch.budgets.geometry import pad_to_ranks
 from ..dispatch.moe import MoeExchange
 from ..dispatch.paths.path import ExpertPath
 from ..graphs.backend import CaptureBackend, StaticReplayBackend
 from ..graphs.kinds import KINDS, configured_kinds
 from ..graphs.lockstep import LockstepRank
-from ..graphs.plan import CaptureEntry, plan_captures
+from ..graphs.plan import CaptureEntry
 from ..graphs.runner import GraphModel, GraphRunner
-from ..graphs.static import BufferSpec, StaticBuffers
+from ..graphs.static import StaticBuffers
 from .attention.backend import AttentionBackend
 from .attention.kv_cache import BlockAllocator
 from .model.target import TargetModel
 from .rank_config import RankConfig
-from .scheduling.inputs import target_buffer_specs
 from .scheduling.sampler import greedy
-from .speculation.draft import DraftModel, draft_buffer_specs
+from .sizes.step_inputs import buffer_specs
+from .speculation.draft import DraftModel
 
 
 def make_backend(device: torch.device) -> CaptureBackend:
@@ -122,43 +121,3 @@ def make_graphs(
             if kind.model == model:
                 runners[kind.name] = GraphRunner(kind, graph_model, exchange, backend)
     return LockstepRank(exchange.rank, runners, can_record)
-
-
-def buffer_specs(config: RankConfig) -> dict[str, dict[str, BufferSpec]]:
-    """Static buffers by the model whose graphs read them; equal on every rank."""
-    specs = {}
-    for model, make in (("target", _target_specs), ("draft", _draft_specs)):
-        entries = [entry for entry in plan_captures(config.limits).entries if KINDS[entry.kind].model == model]
-        if entries:
-            specs[model] = make(config, entries)
-    return specs
-
-
-def _target_specs(config: RankConfig, entries: list[CaptureEntry]) -> dict[str, BufferSpec]:
-    by_request = [entry for entry in entries if KINDS[entry.kind].unit == "requests"]
-    return target_buffer_specs(
-        max_tokens=_most_tokens(config, entries),
-        max_requests=max([config.limits.max_running_requests, *(entry.bucket for entry in by_request)]),
-        max_due=max([config.limits.max_running_requests, *(entry.num_tokens for entry in by_request)]),
-        max_blocks=-(-config.spec.context_length // config.block_size),
-    )
-
-
-def _draft_specs(config: RankConfig, entries: list[CaptureEntry]) -> dict[str, BufferSpec]:
-    return draft_buffer_specs(
-        max_tokens=_most_tokens(config, entries),
-        max_tables=max(e.num_tokens if KINDS[e.kind].attends_by == "token" else e.bucket for e in entries),
-        max_blocks=-(-config.spec.context_length // config.block_size),
-        num_steps=config.limits.speculative_num_steps or 1,
-        hidden_size=config.spec.hidden_size,
-        dtype=getattr(torch, config.spec.dtype),
-    )
-
-
-def _most_tokens(config: RankConfig, entries: list[CaptureEntry]) -> int:
-    return max(pad_to_ranks(entry.num_tokens, config.layout.attn_tp_size) for entry in entries)
-
-
-def static_bytes(config: RankConfig) -> int:
-    """Bytes of the static buffers of a rank, as they are allocated."""
-    return sum(spec.num_bytes for specs in buffer_specs(config).values() for spec in specs.values())

@@ -95,8 +95,10 @@ class Rank:
 
     def kernels_needed(self) -> tuple[KernelStatus, ...]:
         """On GPUs: what is compiled on first use; see `workers.kernels.flashinfer_kernels`."""
+        from ..dispatch.registry import load_plugins
         from .kernels.flashinfer_kernels import kernel_status
 
+        load_plugins(self._config.plugins)
         return kernel_status(self._config)
 
     def build_kernels(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 import ray
 
 from ...dispatch.errors import ConfigError, ExpertPoolError, RankError
+from ...dispatch.registry import load_plugins
 from ...workers.observing.logs import configure_logs
 from ...workers.observing.trace import RankTrace
 from ...workers.rank import end_with_parent
@@ -121,11 +122,12 @@ class Driver:
         """Place, start and load all ranks; yields a line about each stage. See `Lifecycle.first_start`.
 
         Raises:
-            ConfigError: the launching process runs other code.
+            ConfigError: the launching process runs other code, or a plugin cannot be imported here.
             PlacementError: no place for all ranks in time.
             RankError: a rank did not start or load.
         """
         require_same_code(self._launchers_code, self._code)
+        load_plugins(self._pool.plugins)
         with self._stream_under_way():
             async for line in self._life.first_start():
                 logger.info("%s", line)

@@ -5,6 +5,7 @@ import msgspec
 from ...dispatch.errors import ConfigError
 from ...workers.rank_config import RankConfig
 from ..config import PoolConfig, resolve
+from ..planning.gpu_memory import check_memory
 
 
 def resized(pool: PoolConfig, built: RankConfig, ranks: int) -> RankConfig:
@@ -49,7 +50,5 @@ def _resolved(pool: PoolConfig, built: RankConfig, ranks: int) -> RankConfig:
     wanted = msgspec.structs.replace(pool, ranks=ranks, min_ranks=None, max_ranks=None, limits=built.limits)
     config = resolve(wanted, built.spec, environment={})
     if pool.worker.device == "cuda":
-        from ..planning.gpu_memory import check_memory  # imports PyTorch, which a driver of ranks on CPUs does without
-
         check_memory(wanted, config)
     return config

@@ -12,12 +12,9 @@ from ...dispatch.budgets.budget import largest_step
 from ...dispatch.budgets.limits import tokens_per_request
 from ...dispatch.budgets.planned_buffer import BufferKind
 from ...dispatch.errors import ConfigError
-from ...graphs.kinds import PLANNED_ON_GPUS
-from ...graphs.plan import plan_captures
-from ...workers.attention.flashinfer_attention import unsupported_reason
-from ...workers.attention.kv_sizing import GRAPH_BYTES
 from ...workers.model.spec import AttentionShape, ModelSpec
 from ...workers.rank_config import RankConfig
+from ...workers.sizes.attention import GRAPH_BYTES, recorded_entries
 from ..config import PoolConfig, resolve_unchecked
 from .planned_buffers import planned_buffers
 
@@ -79,14 +76,10 @@ def memory_need(config: PoolConfig, rank_config: RankConfig) -> MemoryNeed | Non
     parts = {"weights": 0, "kv_cache": 0, "buffers": 0}
     for buffer in planned_buffers(rank_config):
         parts[_PARTS[buffer.kind]] += buffer.num_bytes
-    spec = rank_config.spec
-    by_flashinfer = config.worker.attention == "auto" and unsupported_reason(spec.attention, spec.dtype) is None
-    kinds = PLANNED_ON_GPUS if by_flashinfer else ("decode",)
-    graphs = [entry for entry in plan_captures(rank_config.limits).entries if entry.kind in kinds]
     return MemoryNeed(
         **parts,
         largest_step=largest_step_bytes(rank_config),
-        graphs=len(graphs) * GRAPH_BYTES,
+        graphs=len(recorded_entries(rank_config)) * GRAPH_BYTES,
         gpu_memory=config.placement.gpu_memory_bytes,
         utilization=rank_config.gpu_memory_utilization or 1.0,
     )

@@ -2,10 +2,9 @@
 
 from ...dispatch.budgets.planned_buffer import PlannedBuffer
 from ...dispatch.paths.planned import planned_paths
-from ...workers.attention.kv_sizing import least_blocks
-from ...workers.graph_set import static_bytes
 from ...workers.rank_config import RankConfig
-from ...workers.speculation.draft import draft_cache
+from ...workers.sizes.kv_blocks import draft_bytes_per_token, least_blocks
+from ...workers.sizes.step_inputs import static_bytes
 
 
 def planned_buffers(config: RankConfig) -> tuple[PlannedBuffer, ...]:
@@ -38,8 +37,8 @@ def _caches(config: RankConfig) -> list[PlannedBuffer]:
     made_of += f"{spec.kv_bytes_per_token:,} bytes a token"
     rows = None if measured else slots
     caches = [PlannedBuffer("KV cache", rows, slots * spec.kv_bytes_per_token, made_of, "KV cache")]
-    draft_width = sum(shape.width for shape in draft_cache(config))
-    if draft_width:
-        num_bytes = slots * draft_width * spec.dtype_bytes
+    draft_bytes = draft_bytes_per_token(config)
+    if draft_bytes:
+        num_bytes = slots * draft_bytes
         caches.append(PlannedBuffer("draft KV cache", rows, num_bytes, "of the draft layers, same blocks", "KV cache"))
     return caches

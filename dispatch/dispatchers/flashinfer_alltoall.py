@@ -83,6 +83,12 @@ class FlashInferDispatcher(DispatcherWay):
         return planned_workspace(settings)
 
     @classmethod
+    def kernel_modules(cls, settings: PathSettings) -> list[tuple[str, Any]]:
+        from flashinfer.jit.comm import gen_nvlink_one_sided_alltoall_module
+
+        return [("all-to-all", gen_nvlink_one_sided_alltoall_module())]
+
+    @classmethod
     def refusal(cls, parts: RankParts, host_of_first: str) -> str | None:
         return (
             nvlink_domain_problem(parts.device, host_of_first)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..budgets.budget import Bound, own_capacity
 from ..budgets.geometry import StepGeometry
@@ -11,8 +11,9 @@ from ..budgets.layout import Layout
 from ..budgets.limits import Limits
 from ..budgets.path_settings import PathSettings, shape_of
 from ..budgets.planned_buffer import PlannedBuffer
-from ..registry import MEASURED, dispatcher_kinds, dispatcher_of, experts_for, fused_kinds, fused_of
+from ..registry import MEASURED, dispatcher_kinds, dispatcher_of, experts_for, fused_kinds, fused_of, way_kinds, way_of
 from ..way import ExpertsWay, Way, places
+from .held import HeldAlike
 from .path import ExpertPath
 from .table import PathTable, table_problems
 
@@ -71,6 +72,11 @@ class MeasuredPath(Way):
     def planned(cls, settings: PathSettings) -> list[PlannedBuffer]:
         bound = settings.tuning.max_bytes
         return [PlannedBuffer("dispatch: measured paths", None, bound, "at most, by tuning.max_bytes")]
+
+    @classmethod
+    def kernel_modules(cls, settings: PathSettings) -> list[tuple[str, Any]]:
+        ways = [way_of(kind) for kind in way_kinds(settings.worker.device) if kind != MEASURED]
+        return [module for way in ways for module in way.kernel_modules(settings)]
 
     def __init__(
         self,

@@ -11,7 +11,6 @@ from expert_pool.cluster import CacheConfig, GeometryError, Limits, PoolConfig, 
 from expert_pool.dispatch.budgets.budget import (
     ExchangeBudget,
     RowFormat,
-    dispatch_capacity,
     exchange_budget,
     largest_forward,
 )
@@ -28,6 +27,7 @@ from expert_pool.dispatch.budgets.geometry import (
 from expert_pool.dispatch.budgets.layout import Layout
 from expert_pool.dispatch.experts.local_experts import LocalExperts
 from expert_pool.dispatch.experts.torch_experts import routed_pairs
+from expert_pool.dispatch.paths.capacity import dispatch_capacity
 from expert_pool.dispatch.registry import dispatcher_of as registered
 from expert_pool.workers.engine import RankEngine
 from hypothesis import given

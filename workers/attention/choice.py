@@ -5,6 +5,7 @@ import logging
 import torch
 
 from ..rank_config import RankConfig
+from ..sizes.attention import pytorch_reason
 from .backend import AttentionBackend
 from .gathered import GatheredAttention
 from .kv_cache import KvCache
@@ -18,11 +19,9 @@ def make_attention(config: RankConfig, cache: KvCache, device: torch.device) -> 
     spec = config.spec
     if device.type == "cpu":
         return SdpaAttention(cache, device)
-    from .flashinfer_attention import FlashInferAttention, unsupported_reason
+    from .flashinfer_attention import FlashInferAttention
 
-    reason: str | None = "worker.attention is 'torch'"
-    if config.worker.attention == "auto":
-        reason = unsupported_reason(spec.attention, spec.dtype)
+    reason = pytorch_reason(config)
     if reason is not None:
         logger.warning("attention runs in PyTorch: %s", reason)
         return GatheredAttention(cache, spec.attention, spec.context_length, device)

@@ -17,32 +17,17 @@ import numpy.typing
 import torch
 
 from ...dispatch.budgets.geometry import pad_to_ranks
-from ...graphs.kinds import PLANNED_ON_GPUS
 from ...graphs.plan import CaptureEntry
 from ..model.spec import AttentionShape
 from ..scheduling.inputs import StepInputs
+from ..sizes.attention import planned_refusal
 from .kv_cache import PADDING_BLOCK, KvCache
 from .paged import layer_index
 
 _WORKSPACE_BYTES = 256 << 20
 _TENSOR_CORE_GROUP = 4
-_HEAD_DIMS = (64, 128, 256)
-_UNEQUAL_HEAD_DIMS = ((192, 128),)  # of DeepSeek's attention, keys and values expanded
 # What a wrapper in CUDA-graph mode allocates beside its page table: its schedule, and room for lengths.
 _WRAPPER_BYTES = (8 << 20) + (128 << 10)
-
-
-def unsupported_reason(shapes: tuple[AttentionShape, ...], dtype: str) -> str | None:
-    """Why FlashInfer's wrappers cannot serve these layers; `None` where they can."""
-    if dtype not in ("bfloat16", "float16"):
-        return f"FlashInfer attention needs bfloat16 or float16, the model is in {dtype}"
-    for layer, shape in enumerate(shapes):
-        if shape.key_dim != shape.value_dim:
-            if (shape.key_dim, shape.value_dim) not in _UNEQUAL_HEAD_DIMS or shape.has_sinks:
-                return f"layer {layer} has keys of width {shape.key_dim} and values of width {shape.value_dim}"
-        elif shape.key_dim not in _HEAD_DIMS:
-            return f"layer {layer} has heads of width {shape.key_dim}, FlashInfer has kernels for {_HEAD_DIMS}"
-    return None
 
 
 def has_decode_wrapper(shape: AttentionShape) -> bool:
@@ -143,9 +128,7 @@ class FlashInferAttention:
 
     def refusal(self, entry: CaptureEntry) -> str | None:
         """Why a kind of step has no graph with this attention; `None` where it has."""
-        if entry.kind in PLANNED_ON_GPUS:
-            return None
-        return f"records no {entry.kind} graphs on GPUs: their attention is not planned for graphs yet"
+        return planned_refusal(entry)
 
     def graph_bytes(self, entries: Sequence[CaptureEntry]) -> int:
         """One wrapper a graph and kind of layer."""

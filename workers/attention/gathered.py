@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from ...graphs.plan import CaptureEntry
 from ..model.spec import AttentionShape
 from ..scheduling.inputs import StepInputs
+from ..sizes.attention import gathered_bytes, gathered_refusal
 from .kv_cache import KvCache
 from .paged import PagedBatch, SdpaAttention, layer_index
 
-# Keys and values that one layer of one graph may gather. A graph that needs more is not recorded, on any rank.
-GATHER_BYTES = 2 << 30
 # The gather, the copy without what is masked, and the same again inside the attention kernel.
 _COPIES = 3
 
@@ -35,19 +34,10 @@ class GatheredAttention:
     def __init__(self, cache: KvCache, shapes: tuple[AttentionShape, ...], context_length: int, device: torch.device):
         self._cache = cache
         self._eager = SdpaAttention(cache, device)
-        widest = max(shape.width for shape in shapes)
-        self._request_bytes = -(-context_length // cache.block_size) * cache.block_size * widest * cache.itemsize
+        self._request_bytes = gathered_bytes(shapes, context_length, cache.block_size, cache.itemsize)
 
     def refusal(self, entry: CaptureEntry) -> str | None:
-        if entry.kind != "decode":
-            return f"records no {entry.kind} graphs on GPUs: their attention runs in PyTorch, request by request"
-        needed = entry.bucket * self._request_bytes
-        if needed > GATHER_BYTES:
-            return (
-                f"records no graph of {entry.bucket} requests: attention in PyTorch would gather {needed:,} bytes of "
-                f"keys and values a layer, more than {GATHER_BYTES:,}"
-            )
-        return None
+        return gathered_refusal(entry, self._request_bytes)
 
     def graph_bytes(self, entries: Sequence[CaptureEntry]) -> int:
         """Graphs of one pool run one at a time and share this memory, so it is the largest one's."""

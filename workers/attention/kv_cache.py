@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from ..model.spec import AttentionShape
-
-PADDING_BLOCK = 0
-PADDING_SLOT = 0  # the first place of the padding block, whatever the size of a block
+from ..sizes.kv_blocks import PADDING_BLOCK
+from ..sizes.kv_blocks import PADDING_SLOT as PADDING_SLOT
 
 
 class KvCache:

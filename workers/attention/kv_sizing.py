@@ -21,7 +21,6 @@ from ...dispatch.moe import MoeExchange
 from ...graphs.lockstep import LockstepRank
 from ...graphs.plan import CaptureEntry, plan_captures
 from ..agreement import Agreement, StateReader
-from ..graph_set import static_bytes
 from ..model.target import TargetModel
 from ..rank_config import RankConfig
 from ..request import Request, SamplingParams
@@ -29,14 +28,12 @@ from ..scheduling.inputs import StepInputs
 from ..scheduling.sampler import sample
 from ..scheduling.scheduler import BatchKind
 from ..scheduling.sequence import RunningRequest
-from ..speculation.draft import draft_cache
+from ..sizes.attention import GRAPH_BYTES
+from ..sizes.kv_blocks import PADDING_BLOCK, PADDING_SLOT, block_bytes, blocks_of_context, least_blocks
+from ..sizes.step_inputs import static_bytes
 from ..step_plan import Proposal
 from .choice import make_attention
-from .kv_cache import PADDING_BLOCK, PADDING_SLOT, KvCache
-
-# An estimate of what one CUDA graph takes beside activations: its kernel nodes, and the allocator's rounding. Graphs of
-# the small models in docs/gpu-results.md took less.
-GRAPH_BYTES = 24 << 20
+from .kv_cache import KvCache
 
 
 class MemoryReading(NamedTuple):
@@ -98,17 +95,6 @@ def measured_blocks(
     attention_bytes = target.attention.graph_bytes(entries)
     reserved = graph_reserve(config, entries, step_bytes, attention_bytes)
     return agree_on_blocks(reading._replace(graphs=reserved), config, host_group)
-
-
-def least_blocks(config: RankConfig) -> int:
-    """Blocks without which no request of full context length could run, the padding block included."""
-    return -(-config.spec.context_length // config.block_size) + 1
-
-
-def block_bytes(config: RankConfig) -> int:
-    """Bytes of one block over all layers, the draft's included."""
-    draft_width = sum(shape.width for shape in draft_cache(config))
-    return (config.spec.kv_bytes_per_token + draft_width * config.spec.dtype_bytes) * config.block_size
 
 
 def blocks_that_fit(reading: MemoryReading, utilization: float, bytes_of_block: int) -> int:
@@ -208,7 +194,7 @@ def largest_inputs(config: RankConfig) -> StepInputs:
         query_starts=query_lens.cumsum(0) - query_lens,
         query_lens=query_lens,
         context_lens=contexts,
-        block_tables=torch.full((len(lens), least_blocks(config) - 1), PADDING_BLOCK),
+        block_tables=torch.full((len(lens), blocks_of_context(config)), PADDING_BLOCK),
         num_valid_tokens=torch.tensor([num_tokens], dtype=torch.int32),
     )
 

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 
 from ...dispatch.errors import KernelError
+from ...dispatch.registry import way_of
 from ..attention.flashinfer_attention import (
     decodes_on_tensor_cores,
     has_decode_wrapper,
     sink_options,
-    unsupported_reason,
 )
 from ..model.spec import AttentionShape
 from ..rank_config import KernelStatus, RankConfig
+from ..sizes.attention import pytorch_reason
 
 _LAST_LINES = 15
 
@@ -54,7 +55,7 @@ def build_failure(label: str, error: BaseException) -> str:
 
 def _specs(config: RankConfig) -> Iterator[tuple[str, Any]]:
     seen: set[str] = set()
-    for label, spec in (*_attention_specs(config), *_dispatch_specs(config)):
+    for label, spec in (*_attention_specs(config), *way_of(config.dispatch).kernel_modules(config)):
         if spec.name not in seen:
             seen.add(spec.name)
             yield label, spec
@@ -62,7 +63,7 @@ def _specs(config: RankConfig) -> Iterator[tuple[str, Any]]:
 
 def _attention_specs(config: RankConfig) -> Iterator[tuple[str, Any]]:
     spec = config.spec
-    if config.worker.attention == "torch" or unsupported_reason(spec.attention, spec.dtype) is not None:
+    if pytorch_reason(config) is not None:
         return
     dtype = getattr(torch, spec.dtype)
     for shape in dict.fromkeys(spec.attention):
@@ -122,10 +123,3 @@ def _sink_spec(shape: AttentionShape, dtype: torch.dtype) -> Any:
         torch.device("cuda", 0), "fa2", *options.values()
     )
     return gen_customize_batch_prefill_module(backend, *args, **kwargs)
-
-
-def _dispatch_specs(config: RankConfig) -> Iterator[tuple[str, Any]]:
-    if config.dispatch in ("flashinfer", "measured"):
-        from flashinfer.jit.comm import gen_nvlink_one_sided_alltoall_module
-
-        yield "all-to-all", gen_nvlink_one_sided_alltoall_module()

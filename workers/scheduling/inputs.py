@@ -4,8 +4,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from ...graphs.static import BufferSpec
-from ..attention.kv_cache import PADDING_BLOCK, PADDING_SLOT
+from ..sizes.kv_blocks import PADDING_BLOCK, PADDING_SLOT
 from .sampler import to_device
 from .scheduler import ScheduledBatch
 
@@ -155,26 +154,3 @@ def dummy() -> StepInputs:
         block_tables=none.view(0, 0),
         num_valid_tokens=torch.zeros(1, dtype=torch.int32),
     )
-
-
-def target_buffer_specs(max_tokens: int, max_requests: int, max_due: int, max_blocks: int) -> dict[str, BufferSpec]:
-    """Static buffers of the target model's graphs.
-
-    Args:
-        max_tokens: of the largest graph, padded for the ranks that share a batch.
-        max_requests: in any graph.
-        max_due: rows of logits of any graph.
-        max_blocks: KV blocks of one request.
-    """
-    integer = torch.int64
-    return {
-        "input_ids": BufferSpec((max_tokens,), integer, 0, "tokens"),
-        "positions": BufferSpec((max_tokens,), integer, 0, "tokens"),
-        "slots": BufferSpec((max_tokens,), integer, PADDING_SLOT, "tokens"),
-        "due_rows": BufferSpec((max_due,), integer, 0, "due"),
-        "query_starts": BufferSpec((max_requests,), integer, 0, "requests"),
-        "query_lens": BufferSpec((max_requests,), integer, 0, "requests"),
-        "context_lens": BufferSpec((max_requests,), integer, 0, "requests"),
-        "block_tables": BufferSpec((max_requests, max_blocks), integer, PADDING_BLOCK, "requests"),
-        "num_valid_tokens": BufferSpec((1,), torch.int32, 0, "step"),
-    }

@@ -14,52 +14,13 @@ from transformers import PreTrainedModel
 
 from ...dispatch.budgets.geometry import StepGeometry
 from ...dispatch.moe import MoeExchange
-from ...graphs.kinds import configured_kinds
 from ...graphs.plan import CaptureEntry, num_draft_layers
-from ...graphs.static import BufferSpec
-from ..attention.kv_cache import PADDING_BLOCK, PADDING_SLOT, KvCache
+from ..attention.kv_cache import KvCache
 from ..attention.paged import AttendingRows, PagedBatch, attending_requests
-from ..model.spec import AttentionShape, ModelSpec
+from ..model.spec import ModelSpec
 from ..model.target import TargetModel
 from ..rank_config import RankConfig
-
-
-def draft_layers(spec: ModelSpec, num_layers: int) -> tuple[int, ...]:
-    """Decoder layers that draft, last first; as many as asked for, as far as there are MoE layers."""
-    layers = sorted({int(part) for moe in spec.moe for part in moe.name.split(".") if part.isdigit()}, reverse=True)
-    return tuple(layers[index % len(layers)] for index in range(num_layers))
-
-
-def draft_cache_shapes(spec: ModelSpec, num_layers: int) -> list[AttentionShape]:
-    """What each draft layer caches for a token."""
-    return [spec.attention[layer] for layer in draft_layers(spec, num_layers)]
-
-
-def draft_buffer_specs(
-    max_tokens: int, max_tables: int, max_blocks: int, num_steps: int, hidden_size: int, dtype: torch.dtype
-) -> dict[str, BufferSpec]:
-    """Static buffers of the draft graphs.
-
-    Args:
-        max_tokens: of the largest graph, padded for the ranks that share a batch.
-        max_tables: requests or branches of the largest graph.
-        max_blocks: KV blocks of one request.
-        num_steps: draft steps in one graph.
-        hidden_size: of the model.
-        dtype: of its hidden states.
-    """
-    integer = torch.int64
-    return {
-        "input_ids": BufferSpec((max_tokens,), integer, 0, "tokens"),
-        "hidden_states": BufferSpec((max_tokens, hidden_size), dtype, 0.0, "tokens"),
-        "positions": BufferSpec((max_tokens,), integer, 0, "tokens"),
-        "slots": BufferSpec((max_tokens, num_steps), integer, PADDING_SLOT, "tokens"),
-        "query_starts": BufferSpec((max_tables,), integer, 0, "requests"),
-        "query_lens": BufferSpec((max_tables,), integer, 0, "requests"),
-        "context_lens": BufferSpec((max_tables,), integer, 0, "requests"),
-        "block_tables": BufferSpec((max_tables, max_blocks), integer, PADDING_BLOCK, "requests"),
-        "num_valid_tokens": BufferSpec((1,), torch.int32, 0, "step"),
-    }
+from ..sizes.kv_blocks import draft_cache, draft_layers
 
 
 class DraftModel:
@@ -192,11 +153,3 @@ def make_draft(
             dtype = getattr(torch, spec.dtype)
             cache = KvCache(shapes, config.num_blocks, config.block_size, dtype, device)
     return DraftModel(target, spec, exchange, limits.speculative_num_steps or 1, num_draft_layers(limits), cache)
-
-
-def draft_cache(config: RankConfig) -> list[AttentionShape]:
-    """What the draft's own cache stores for a token, a layer each; nothing where it only reads the target's."""
-    kinds = {kind.name for kind, _ in configured_kinds(config.limits)}
-    if "multi_layer_eagle_draft_extend" in kinds:
-        return draft_cache_shapes(config.spec, num_draft_layers(config.limits))
-    return draft_cache_shapes(config.spec, 1) if "eagle_draft" in kinds else []

@@ -4,8 +4,10 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.resources
+import importlib.util
 from collections.abc import Iterator
 from importlib.resources.abc import Traversable
+from pathlib import Path
 
 DISTRIBUTION = "expert-pool"
 
@@ -30,6 +32,23 @@ def code_digest(folders: tuple[str, ...] = RANK_SIDE) -> str:
     if num_files:
         return digest.hexdigest()[:16]
     return f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)}"
+
+
+def module_digest(module: str) -> str:
+    """One name for the source of a module, or of all that a package holds; the reason where it cannot be found."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError) as error:
+        return f"cannot be found ({error})"
+    if spec is None or spec.origin is None:
+        return "cannot be found"
+    digest = hashlib.sha256()
+    if spec.submodule_search_locations is None:
+        digest.update(Path(spec.origin).read_bytes())
+    else:
+        for name, source in _sources(importlib.resources.files(module), module):
+            digest.update(f"{name} {len(source)}\n".encode() + source)
+    return digest.hexdigest()[:16]
 
 
 def _sources(folder: Traversable, path: str) -> Iterator[tuple[str, bytes]]:

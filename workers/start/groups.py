@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 
 from ...dispatch.collectives import Collectives, GroupName
+from ...dispatch.registry import load_plugins
 from ..rank_config import RankConfig
 from ..sharing import SharingRanks
-from .same_start import facts_of, require_same_start
+from .same_start import facts_of, plugin_facts, require_same_start
 from .transports import unusable_settings
 
 
@@ -52,6 +53,7 @@ def join_groups(
     Raises:
         ConfigError: on every rank, when communication cannot use what the environment of some of them sets.
         GeometryError: on every rank, when some of them run other code, or read another model under the same path.
+        ConfigError: a plugin cannot be imported.
         RankError: others did not come in time.
     """
     layout, on_gpu = config.layout, device.type == "cuda"
@@ -60,9 +62,10 @@ def join_groups(
     step_timeout = timedelta(seconds=config.worker.device_timeout_s) if on_gpu else timeout
     if on_gpu:
         torch.cuda.set_device(device)
-    facts = facts_of(config.spec, config.weights != "random", drivers_code)
+    facts = facts_of(config.spec, config.weights != "random", drivers_code) + plugin_facts(config.plugins)
     unusable = unusable_settings(os.environ, on_gpu)
     require_same_start(store, rank, layout.world_size, facts, config.start_timeout_s, unusable)
+    load_plugins(config.plugins)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=store,

@@ -11,11 +11,12 @@ import msgspec
 import psutil
 
 from ...dispatch.errors import ConfigError
-from ..attention.kv_sizing import block_bytes, least_blocks
+from ...dispatch.paths.planned import planned_paths
+from ...dispatch.registry import MEASURED
 from ..config import CacheConfig
-from ..graph_set import static_bytes
-from ...dispatch.budgets.path_settings import budget_for
 from ..rank_config import RankConfig
+from ..sizes.kv_blocks import block_bytes, least_blocks
+from ..sizes.step_inputs import static_bytes
 
 _CGROUP_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
 
@@ -51,9 +52,8 @@ def host_need(config: RankConfig) -> HostNeed | None:
     buffers, kv_cache = static_bytes(config), config.num_blocks * block_bytes(config)
     if kv_cache - block_bytes(config) <= CacheConfig().max_bytes:
         kv_cache = min(config.num_blocks, least_blocks(config)) * block_bytes(config)
-    if config.dispatch in ("allgather", "alltoall"):
-        budget = budget_for(config)
-        buffers += budget.send_bytes + budget.receive_bytes + budget.combine_bytes
+    if config.dispatch != MEASURED:
+        buffers += sum(buffer.num_bytes for buffer in planned_paths(config))
     return HostNeed(
         weights=config.spec.dense_bytes + config.spec.expert_bytes // config.layout.world_size,
         kv_cache=kv_cache,

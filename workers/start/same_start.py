@@ -22,7 +22,7 @@ from ...dispatch.libraries import versions_of
 from ..model.checkpoint import weight_files
 from ..model.spec import ModelSpec, digest_of_config, digest_of_tokenizer
 from .alike_environment import variables_alike
-from .code_digest import DISTRIBUTION, code_digest
+from .code_digest import DISTRIBUTION, code_digest, module_digest
 from .rendezvous import wait_for_all
 
 _LIBRARIES = (
@@ -87,6 +87,12 @@ def facts_of(
     if reads_weights:
         facts.append(Fact(f"what weight files hold of model={spec.path!r}", digest_of_weights(spec.path), same_folder))
     return tuple(facts)
+
+
+def plugin_facts(plugins: Sequence[str]) -> tuple[Fact, ...]:
+    """The modules of the setting `plugins` as this rank has them; one fact each, and so as many on every rank."""
+    advice = "have the same module on all nodes"
+    return tuple(Fact(f"module {module!r} of plugins", module_digest(module), advice) for module in plugins)
 
 
 def require_same_start(

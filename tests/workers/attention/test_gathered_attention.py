@@ -6,12 +6,13 @@ import pytest
 import torch
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig, SamplingParams
 from expert_pool.graphs.plan import CaptureEntry
-from expert_pool.workers.attention.gathered import GATHER_BYTES, GatheredAttention, GatheredBatch
+from expert_pool.workers.attention.gathered import GatheredAttention, GatheredBatch
 from expert_pool.workers.attention.kv_cache import PADDING_BLOCK, PADDING_SLOT, KvCache
 from expert_pool.workers.attention.paged import SdpaAttention
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.model.spec import AttentionShape
 from expert_pool.workers.scheduling.inputs import StepInputs
+from expert_pool.workers.sizes.attention import GATHER_BYTES
 from models import FAMILIES
 from plain_ranks import PlainRanks
 from rank_insides import target_of

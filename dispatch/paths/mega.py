@@ -70,11 +70,14 @@ class MegaPath(FusedWay):
 
     @classmethod
     def problems(cls, settings: PathSettings, setting: str) -> list[str]:
-        if settings.experts != PLAIN_EXPERTS:
-            return [f"experts={settings.experts!r} and {setting} both compute experts: set experts to 'auto'"]
-        if settings.quantisation not in cls.computes:
-            return []
-        return shape_problems(settings, _MULTIPLES[settings.quantisation])
+        problems: list[str] = []
+        if settings.dispatch == cls.kind and settings.experts != PLAIN_EXPERTS:
+            problems.append(f"experts={settings.experts!r} and {setting} both compute experts: set experts to 'auto'")
+            if settings.quantisation == "none":
+                return problems
+        if settings.quantisation in cls.computes:
+            problems += shape_problems(settings, _MULTIPLES[settings.quantisation])
+        return problems
 
     @classmethod
     def planned(cls, settings: PathSettings) -> list[PlannedBuffer]:

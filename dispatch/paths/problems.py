@@ -22,9 +22,10 @@ def path_problems(settings: PathSettings) -> list[str]:
     if settings.dispatch not in fused_kinds():
         problems += experts_of(settings.experts).problems(settings)
     problems += _quantisation_problems(settings)
+    problems += way_of(settings.dispatch).problems(settings, f"dispatch={settings.dispatch!r}")
     if settings.tuning.table is not None and settings.dispatch != MEASURED:
         problems.append(f"tuning.table is for dispatch='measured', and dispatch is {settings.dispatch!r}: leave it out")
-    return [*problems, *way_of(settings.dispatch).problems(settings, f"dispatch={settings.dispatch!r}")]
+    return problems
 
 
 def _quantisation_problems(settings: PathSettings) -> list[str]:

@@ -11,10 +11,11 @@ from ..budgets.layout import Layout
 from ..budgets.limits import Limits
 from ..budgets.path_settings import PathSettings, shape_of
 from ..budgets.planned_buffer import PlannedBuffer
-from ..registry import MEASURED, dispatcher_kinds, dispatcher_of, experts_for, fused_kinds, fused_of, way_kinds, way_of
+from ..registry import MEASURED, dispatcher_kinds, dispatcher_of, way_kinds, way_of
 from ..way import ExpertsWay, Way, places
 from .held import HeldAlike
 from .path import ExpertPath
+from .problems import refused_in_quantisation
 from .table import PathTable, table_problems
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class MeasuredPath(Way):
         """What no path computes that is left to choose from, and what is wrong with a table."""
         problems: list[str] = []
         if settings.quantisation != "none":
-            problems += _quantisation_problems(settings, setting)
+            problems += refused_in_quantisation(settings, setting, settings.worker.device)
         table = settings.tuning.table
         if table is None:
             return problems
@@ -119,16 +120,3 @@ class MeasuredPath(Way):
     ) -> torch.Tensor:
         member = self.members[self.member_for(experts, geometry)]
         return member.run(experts, x_TH, expert_ids_TK, expert_weights_TK, geometry)
-
-
-def _quantisation_problems(settings: PathSettings, setting: str) -> list[str]:
-    """Why none of the ways that compute in the quantisation can; nothing where one of them can."""
-    found = [
-        fused_of(kind).problems(settings, setting)
-        for kind in fused_kinds(settings.worker.device)
-        if settings.quantisation in fused_of(kind).computes
-    ]
-    experts = experts_for(settings.experts, settings.quantisation)
-    if experts is not None and settings.worker.device in experts.devices:
-        found.append(experts.problems(settings))
-    return found[0] if found and all(found) else []

@@ -30,6 +30,7 @@ def path_problems(settings: PathSettings) -> list[str]:
 
 def _quantisation_problems(settings: PathSettings) -> list[str]:
     quantisation, device = settings.quantisation, settings.worker.device
+    setting = f"dispatch={settings.dispatch!r}"
     if quantisation == "none":
         return []
     kinds = computing(quantisation)
@@ -37,15 +38,34 @@ def _quantisation_problems(settings: PathSettings) -> list[str]:
         return [
             f"quantisation={quantisation!r} is computed behind dispatch {' or '.join(map(repr, kinds))} alone, "
             f"on 2 or more ranks, and dispatch is {settings.dispatch!r} with ranks={settings.layout.world_size}: set "
-            "dispatch to one of them, or quantisation to 'none'"
+            "dispatch to one of them, or quantisation to 'none'",
+            *refused_in_quantisation(settings, setting),
         ]
     if not computing(quantisation, device):
-        return [f"quantisation={quantisation!r} does not run on worker.device={device!r}: set quantisation to 'none'"]
+        problem = f"quantisation={quantisation!r} does not run on worker.device={device!r}: set quantisation to 'none'"
+        return [problem, *refused_in_quantisation(settings, setting)]
     experts = experts_for(settings.experts, quantisation)
     is_named = experts is not None and experts.kind == settings.experts
     if experts is None or is_named or settings.dispatch not in dispatcher_kinds():
         return []
     return experts.problems(settings)
+
+
+def refused_in_quantisation(settings: PathSettings, setting: str, device: str | None = None) -> list[str]:
+    """Why none of the ways that compute in the quantisation can; nothing where one of them can.
+
+    Args:
+        settings: everything resolved.
+        setting: that asks for them, for messages.
+        device: whose ways are looked at; `None`: those of all devices.
+    """
+    quantisation = settings.quantisation
+    fused = [fused_of(kind) for kind in fused_kinds(device)]
+    found = [way.problems(settings, setting) for way in fused if quantisation in way.computes]
+    experts = experts_for(settings.experts, quantisation)
+    if experts is not None and (device is None or device in experts.devices):
+        found.append(experts.problems(settings))
+    return found[0] if found and all(found) else []
 
 
 def computing(quantisation: QuantisationKind, on_device: str | None = None) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from .output_line import OutputLine, finished_in
 
 _LOCAL = re.compile(r"(?:file|local)://")
 _NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # of file systems that know no such call
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?:://|::)")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+._-]*(?:://|::)")
 
 
 def open_output(output: str) -> "OutputWriter":
@@ -58,6 +58,8 @@ class CompletionWriter:
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by __exit__)
         except OSError as error:
             raise ConfigError(f"--output {path}: cannot be written: {error.strerror}: {error.filename}") from error
+        except ConfigError:
+            raise
         except ValueError as error:  # a name that holds a zero byte, or half of a surrogate pair
             raise ConfigError(f"--output {path!r}: cannot be written: {error}") from error
         try:

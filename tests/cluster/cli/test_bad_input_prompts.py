@@ -169,7 +169,9 @@ def test_what_a_template_or_a_prompt_says_does_not_command_the_terminal(refused,
     assert "line 2: id '\\x1b[31m' is that of line 1" in said
 
 
-@pytest.mark.parametrize("url", ["zip://nowhere.zip", "reference://x", "no-such-store://x", "out\0.jsonl"])
+@pytest.mark.parametrize(
+    "url", ["zip://nowhere.zip", "reference://x", "no-such-store://x", "no_such_store://x", "out\0.jsonl"]
+)
 def test_an_output_that_no_store_opens_is_refused(url, refused, prompts_file, random_models):
     path = prompts_file({"prompt_token_ids": [5]})
     said = refused("generate", "--model", random_models["qwen3_moe"], "--prompts", path, "--output", url)

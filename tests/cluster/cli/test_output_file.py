@@ -175,6 +175,7 @@ def test_a_folder_is_refused(refused, prompts_file, random_models, tmp_path):
         *("--output", tmp_path),
     )
     assert f"--output {tmp_path}: is a folder; give a file" in said
+    assert said.count("--output") == 1
 
 
 def test_a_path_below_a_file_is_refused(tmp_path):

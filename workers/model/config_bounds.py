@@ -1,13 +1,14 @@
 """Numbers of a `config.json` that no model can have, refused by arithmetic: building such a model would take hours, or
 the memory of the host, though it is built without weights."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from ...dispatch.errors import CheckpointError
-from .spec import MoeShape
+from .spec import AttentionShape, MoeShape
 
 EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -37,6 +38,42 @@ def refuse_sizes(config: PreTrainedConfig) -> None:
                 )
             if isinstance(getattr(text_config, "num_experts_per_tok", None), int):
                 _between(text_config, "num_experts_per_tok", num_experts)
+
+
+def refuse_numbers(config: PreTrainedConfig) -> None:
+    """Refuse numbers with which every logit would be none: such a model loads, and its first step fails.
+
+    Raises:
+        CheckpointError: names key and value.
+    """
+    settings = config.get_text_config().to_dict()
+    rope = settings.get("rope_parameters") or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    for mapping in (settings, *(nested or [rope])):
+        for name, value in mapping.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                continue
+            lowest = 0.0 if name.endswith(("_eps", "_epsilon")) else -math.inf
+            # Angles are powers of the base, divided by the factor.
+            is_scale = name == "rope_theta" or (name == "factor" and mapping is not settings)
+            if (isinstance(value, float) and not math.isfinite(value)) or value < lowest or (is_scale and value <= 0):
+                wanted = "a number above 0" if is_scale else "0 or more" if lowest == 0.0 else "a finite number"
+                key = name if mapping is settings else f"rope_parameters.{name}"
+                raise CheckpointError(f"its config.json has {key}={value!r:.60}: set {key} to {wanted}")
+
+
+def refuse_heads(layers: Iterable[AttentionShape]) -> None:
+    """Refuse layers whose queries do not divide into groups, one for each head of keys and values.
+
+    Raises:
+        CheckpointError: names both numbers.
+    """
+    for layer in layers:
+        if layer.num_heads % layer.num_kv_heads:
+            raise CheckpointError(
+                f"its config.json has num_attention_heads={layer.num_heads} with num_key_value_heads="
+                f"{layer.num_kv_heads}: set num_key_value_heads to a divisor of num_attention_heads"
+            )
 
 
 def refuse_routing(layers: Sequence[MoeShape]) -> None:

@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from ...dispatch.errors import CheckpointError
 from ..attention.paged import ATTENTION_NAME, register_attention
-from .config_bounds import EXPERT_COUNT_NAMES, MAX_POSITIONS, refuse_routing, refuse_sizes
+from .config_bounds import EXPERT_COUNT_NAMES, MAX_POSITIONS, refuse_heads, refuse_numbers, refuse_routing, refuse_sizes
 from .generation_settings import generation_settings, read_generation_config, source_of
 from .probe import ModelProbe, refuse_other_state
 from .reading import Settings, reading
@@ -107,6 +107,7 @@ def inspect_model(path: str, dtype: str | None = None) -> ModelSpec:
     try:
         with reading(path, f"no model of {family} can be made from its config.json", _built):
             refuse_sizes(config)
+            refuse_numbers(config)
             context_length = _context_length(config.get_text_config())
             torch_dtype = resolve_dtype(config, dtype)
             model = build_meta_model(config, torch_dtype)
@@ -156,6 +157,7 @@ def _probe(config: PreTrainedConfig, model: PreTrainedModel, expert_modules: lis
     probe = ModelProbe(model, expert_modules)
     probe.run()
     refuse_routing(probe.moe)
+    refuse_heads(probe.attention.values())
     return probe
 
 

@@ -28,7 +28,6 @@ def changed(rope: dict[str, Any], **settings: Any) -> dict[str, Any]:
         (changed(YARN, factor=1.5), 576),
         (changed(YARN, original_max_position_embeddings=128), 512),
         (changed(YARN, original_max_position_embeddings="absent"), 2048),
-        (changed(YARN, factor=float("inf")), 512),
         (changed(YARN, factor=None), 512),
         (LLAMA3, 512),
         (changed(YARN, rope_type="linear"), 512),

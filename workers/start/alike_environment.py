@@ -24,7 +24,8 @@ _FAMILIES = (
     *("FLASHINFER_", "TRTLLM_", "TLLM_", "TRITON_", "QUACK_", "CUTE_", "CUTEDSL_", "CUTLASS_"),
     *("CUDA_", "CUBLAS", "CUDNN_", "ATEN_", "MKL_", "DNNL_", "ONEDNN_", "FBGEMM_"),
 )
-_NAMES = ("NVIDIA_TF32_OVERRIDE",)
+# The last two name files that choose NCCL's algorithms: ranks that read different ones would part.
+_NAMES = ("NVIDIA_TF32_OVERRIDE", "NCCL_CONF_FILE", "NCCL_TUNER_CONFIG_FILE")
 # An adapter's table, where things lie, what an image holds and was built from: none of it changes what a rank sends.
 # Base images of CUDA set NCCL_VERSION, which nothing reads; libraries are compared by what is installed.
 _MAY_DIFFER_ENDS = (
@@ -47,7 +48,9 @@ _SERVICE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SC
 
 def has_to_be_alike(name: str) -> bool:
     """Whether a variable of this name has to have one value on every rank."""
-    if name not in _NAMES and not name.startswith(_FAMILIES):
+    if name in _NAMES:
+        return True
+    if not name.startswith(_FAMILIES):
         return False
     if name.endswith(_MAY_DIFFER_ENDS) or name.startswith(_MAY_DIFFER_BEGINS) or SECRET in name:
         return False

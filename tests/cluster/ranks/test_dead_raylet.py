@@ -33,6 +33,7 @@ def test_a_run_whose_only_node_dies_ends_with_an_error_and_leaves_no_process(ran
     )
     output = tmp_path / "out.jsonl"
     arguments = ["--model", random_models["qwen3_moe"], "--ranks", "2", "--address", "local", "--max-new-tokens", "450"]
+    arguments += ["--max-running-requests", "8"]  # the first answers come soon, on busy cores too
     with open(tmp_path / "said", "w+") as said:
         run = subprocess.Popen(
             [sys.executable, "-c", COMMAND, "generate", *arguments, "--prompts", prompts, "--output", str(output)],

@@ -24,7 +24,7 @@ from expert_pool.cluster.requests.tokens import load_tokenizer
 from expert_pool.dispatch.errors import CheckpointError, GeometryError, RankError
 from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.model.spec import ModelSpec
-from expert_pool.workers.start.alike_environment import variables_alike
+from expert_pool.workers.start.alike_environment import has_to_be_alike, variables_alike
 from expert_pool.workers.start.code_digest import code_digest
 from expert_pool.workers.start.same_start import Fact, facts_of, require_same_start
 from safetensors.torch import load_file, save_file
@@ -328,3 +328,9 @@ def test_equal_sources_have_one_digest_wherever_they_lie_and_compiled_ones_the_v
     for source in folder.rglob("*.py"):
         source.unlink()
     assert re.fullmatch(r"expert-pool \d+(\.\d+)+.*", digest_of(folder))
+
+
+@pytest.mark.parametrize("name", ["NCCL_CONF_FILE", "NCCL_TUNER_CONFIG_FILE"])
+def test_files_that_choose_algorithms_are_named_alike_though_other_files_may_differ(name):
+    assert has_to_be_alike(name)
+    assert not has_to_be_alike("NCCL_TOPO_FILE")

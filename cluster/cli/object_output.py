@@ -17,7 +17,7 @@ import msgspec
 
 from ...dispatch.errors import ConfigError, ExpertPoolError
 from ...workers.observing.printable import told
-from .output_line import OutputLine, finished_in
+from .output_line import OutputLine, finished_in, readable_in
 
 PART_S, PART_BYTES, GIVE_UP_S = 10.0, 8 * 1024**2, 60.0
 
@@ -100,22 +100,26 @@ class PartsWriter:
             ExpertPoolError: finished requests are no longer in the folder, or it cannot be listed.
         """
         self.flush()
+        spoilt: ConfigError | None = None
         try:
             self._folder.invalidate_cache()
             there = self._parts_there()
             if self._sizes.items() <= there.items():
                 return
-            held = self._read_finished()
-        except ConfigError as error:
-            raise ExpertPoolError(f"{error}: somebody changed the folder while this run wrote there") from error
+            try:
+                held = self._read_finished().keys()
+            except ConfigError as error:
+                held, spoilt = self._read_readable(), error
         except Exception as error:
             raise ExpertPoolError(
                 f"--output {self._url}: cannot be read back: {told(error)}; run again to see what it holds"
             ) from error
-        if num_gone := len(self.finished.keys() - held.keys()):
+        num_gone = len(self.finished.keys() - held)
+        if num_gone or spoilt:
+            way_out = f"it cannot be continued: {spoilt}" if spoilt else "run again to complete it"
             raise ExpertPoolError(
                 f"--output {self._url}: somebody removed or replaced parts while this run wrote there: {num_gone} of "
-                f"{len(self.finished)} finished requests are no longer there; run again to complete it"
+                f"{len(self.finished)} finished requests are no longer there; {way_out}"
             )
 
     def close(self) -> None:
@@ -159,6 +163,13 @@ class PartsWriter:
         except Exception as error:
             raise ConfigError(f"--output {self._url}: cannot be read: {told(error)}") from error
         return finished
+
+    def _read_readable(self) -> Set[str]:
+        ids: set[str] = set()
+        for part in self._parts_there():
+            with self._folder.open(f"{self._path}/{part}", "rb") as file:
+                ids |= readable_in(file)
+        return ids
 
     def _parts_there(self) -> dict[str, int]:
         """Sizes of the parts, in their order. Listed, and not matched to a pattern, as which a folder might be read."""

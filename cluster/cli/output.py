@@ -13,7 +13,7 @@ import msgspec
 
 from ...dispatch.errors import ConfigError, ExpertPoolError
 from .object_output import PartsWriter
-from .output_line import OutputLine, finished_in
+from .output_line import OutputLine, finished_in, readable_in
 
 _LOCAL = re.compile(r"(?:file|local)://")
 _NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # of file systems that know no such call
@@ -173,15 +173,23 @@ class CompletionWriter:
 
     def _changed(self, how: str) -> ExpertPoolError:
         """Somebody else wrote the file or cut it; says how much of what was finished is gone."""
+        way_out = "run again to complete it"
         try:
-            held, _ = self._read_finished()
+            held = self._read_finished()[0].keys()
         except ConfigError as error:
-            return ExpertPoolError(f"somebody changed the output while this run wrote it ({how}): {error}")
-        num_gone = len(self.finished.keys() - held.keys())
+            held, way_out = self._read_readable(), f"it cannot be continued: {error}"
+        num_gone = len(self.finished.keys() - held)
         return ExpertPoolError(
             f"--output {self._path}: somebody changed it while this run wrote it ({how}): {num_gone} of "
-            f"{len(self.finished)} finished requests are no longer there; run again to complete it"
+            f"{len(self.finished)} finished requests are no longer there; {way_out}"
         )
+
+    def _read_readable(self) -> Set[str]:
+        try:
+            with open(self._path, "rb") as file:
+                return readable_in(file)
+        except OSError:
+            return frozenset()
 
 
 OutputWriter = CompletionWriter | PartsWriter

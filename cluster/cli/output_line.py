@@ -1,5 +1,6 @@
 """One line of an output, and reading the lines that an output holds."""
 
+import contextlib
 import re
 from collections.abc import Iterable
 
@@ -42,6 +43,15 @@ def finished_in(file: Iterable[bytes], source: str) -> tuple[dict[str, int], int
         finished[held.id] = held.num_prompt_tokens
         whole += len(line)
     return finished, whole
+
+
+def readable_in(file: Iterable[bytes]) -> set[str]:
+    """Ids of the requests whose lines can be read, whatever else stands there."""
+    ids = set()
+    for line in file:
+        with contextlib.suppress(msgspec.DecodeError):
+            ids.add(msgspec.json.decode(line, type=OutputLine).id)
+    return ids
 
 
 def _is_torn_line(line: bytes) -> bool:

@@ -24,8 +24,8 @@ from .arguments import (
     sampling_of_each,
 )
 from .config import PoolConfig, checked
+from .driver.caller_links import lasting_link_to, link_to
 from .driver.handle import DriverGoneError, answer_of, ask, named_driver, new_driver, patient, stream
-from .driver.lifeline import lasting_lifeline_to, lifeline_to
 from .driver.pool_status import PoolStatus
 from .driver.same_code import own_code, require_same_code
 from .planning.validation import validate
@@ -153,8 +153,8 @@ class ExpertPool:
         watch, doing = ActorWatch(driver), "it had not begun"
         try:
             if not detached:
-                lifeline = lasting_lifeline_to(driver)
-                pool._belonging = [patient(driver.belong_to).remote(lifeline), *lifeline.refs]
+                link = lasting_link_to(driver)
+                pool._belonging = [patient(driver.belong_to).remote(link), *link.refs]
             for line in stream(driver, "start", step_timeout_s=rank_config.worker.step_timeout_s, watch=watch):
                 doing = f"after {line!r}"
                 report(line)
@@ -340,7 +340,7 @@ class ExpertPool:
         require_same_code(self._code, ask(driver.code))  # waits for a driver that is just being started anew
         event: PoolEvent
         step_timeout_s = self.rank_config.worker.step_timeout_s
-        for event in stream(driver, "generate", requests, lifeline_to(driver), step_timeout_s=step_timeout_s):
+        for event in stream(driver, "generate", requests, link_to(driver), step_timeout_s=step_timeout_s):
             if event.notice is not None:
                 self._report(event.notice)
             if on_stats is not None and event.stats is not None:

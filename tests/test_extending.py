@@ -48,7 +48,7 @@ from expert_pool.dispatch.way import DispatcherWay, ExpertsWay, RankParts
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.rank_config import RankConfig
-from plain_ranks import CONTEXT, DEADLINE_S, RankGang
+from plain_ranks import CONTEXT, DEADLINE_S, ForkedRanks
 from rank_faults import OTHER_BACKEND, Fault, other_dispatcher, other_expert_backend
 from running_disagreement import NEW_TOKENS, disagree_while_running
 from running_disagreement import PROMPTS as ASKED
@@ -277,7 +277,7 @@ def test_a_pool_generates_through_them_with_the_bytes_that_its_plan_has(tiny_moe
 
 
 def test_ranks_that_hold_them_otherwise_are_told_at_the_next_step(tiny_moe, references):
-    """Capture compares them as well: the gang has recorded its graphs through them."""
+    """Capture compares them as well: the ranks has recorded its graphs through them."""
     faults: dict[str, tuple[Fault, str]] = {
         "dispatcher": (other_dispatcher, "dispatcher differs (rank 0: relay, rank 1: another dispatcher)"),
         "experts": (
@@ -285,9 +285,9 @@ def test_ranks_that_hold_them_otherwise_are_told_at_the_next_step(tiny_moe, refe
             f"expert_backend differs (rank 0: experts one by one, rank 1: {OTHER_BACKEND})",
         ),
     }
-    with RankGang(config_of(tiny_moe)) as gang:
+    with ForkedRanks(config_of(tiny_moe)) as rank_set:
         for fault, problem in faults.values():
-            for message, _, generated in gang.call(disagree_while_running, fault, 1):
+            for message, _, generated in rank_set.call(disagree_while_running, fault, 1):
                 assert message == f"ranks disagree before a step: {problem}"
                 for key, tokens in generated.items():
                     expected = references["tiny_moe"].greedy(ASKED[key], NEW_TOKENS)

@@ -46,7 +46,7 @@ def end_with_parent() -> None:
 
 
 @ray.remote(
-    concurrency_groups={"loop": 1, "deliveries": 1, "reports": 1, "observers": 1, "pulse": 1},
+    concurrency_groups={"loop": 1, "deliveries": 1, "reports": 1, "observers": 1, "liveness": 1},
     max_restarts=0,
     max_task_retries=0,
 )
@@ -132,7 +132,7 @@ class Rank:
 
     @ray.method(concurrency_group="deliveries")
     def give_up(self, kind: type[ExpertPoolError], message: str) -> None:
-        """The driver ends the gang: why is in this rank's log, and raised here, also while a step waits for a peer."""
+        """The driver ends the ranks: why is in this rank's log, and raised here, also while a step waits for a peer."""
         logger.error("rank %d is ended: %s", self._rank, message)
         raise kind(message)
 
@@ -140,7 +140,7 @@ class Rank:
     def next_output(self) -> RankOutput:
         return self._engine.outbox.next()
 
-    @ray.method(concurrency_group="pulse")
+    @ray.method(concurrency_group="liveness")
     def clock(self) -> float:
         """The clock of `trace`, in seconds; that it answers is the rank's sign of life."""
         return time.perf_counter()

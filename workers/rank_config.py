@@ -126,7 +126,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
     Attributes:
         host: an address of rank 0's node.
         port: of it.
-        secret: new for every gang; what ranks leave in the store is sealed with it.
+        secret: new for every set of ranks; what ranks leave in the store is sealed with it.
     """
 
     host: str

@@ -19,7 +19,7 @@ from .mailbox import Inbox, Intake
 from .observing.reporter import StepReporter
 from .scheduling.sampler import NOT_FINITE
 from .scheduling.scheduler import ScheduledBatch, Scheduler
-from .scheduling.sequence import RunningRequest
+from .scheduling.sequence import TokenSequence
 from .sharing import SharingRanks
 from .step_plan import Proposal, StepPlan
 
@@ -172,7 +172,7 @@ class StepLoop:
         return msgspec.msgpack.decode(buffer.numpy().tobytes(), type=Intake)
 
 
-def _result(token: int, sequence: RunningRequest) -> int | str:
+def _result(token: int, sequence: TokenSequence) -> int | str:
     if token == NOT_FINITE:
         return f"the model's logits are not finite after {len(sequence.token_ids)} tokens"
     return token

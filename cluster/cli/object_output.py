@@ -107,7 +107,7 @@ class PartsWriter:
             if self._sizes.items() <= there.items():
                 return
             try:
-                held = self._read_finished().keys()
+                held: Set[str] = self._read_finished().keys()
             except ConfigError as error:
                 held, spoilt = self._read_readable(), error
         except Exception as error:

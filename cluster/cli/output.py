@@ -175,7 +175,7 @@ class CompletionWriter:
         """Somebody else wrote the file or cut it; says how much of what was finished is gone."""
         way_out = "run again to complete it"
         try:
-            held = self._read_finished()[0].keys()
+            held: Set[str] = self._read_finished()[0].keys()
         except ConfigError as error:
             held, way_out = self._read_readable(), f"it cannot be continued: {error}"
         num_gone = len(self.finished.keys() - held)

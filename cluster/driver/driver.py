@@ -19,12 +19,12 @@ from ..config import PoolConfig
 from ..observing.metrics import pool_label
 from ..observing.trace_clock import collect_traces
 from ..ranks.capture import CaptureOutcome
-from ..ranks.gang import Gang
+from ..ranks.rank_set import RankSet
 from ..ray_session.ray_internals import num_restarts_of_this_actor
 from ..requests.ledger import PoolEvent, Prompt
+from .caller_links import CallerLink, CallerLinks, end_unless_started
 from .lifecycle import Lifecycle
-from .lifeline import Lifeline, Lifelines, end_unless_started
-from .moves import Mover
+from .moves import RankMoves
 from .pool_status import PoolStatus, graph_reports
 from .same_code import own_code, require_same_code
 from .states import DriverState
@@ -62,8 +62,8 @@ class Driver:
         self._life = Lifecycle(config, pool, environment)
         self._pool = pool
         self._code, self._launchers_code = own_code(), launchers_code
-        self._mover = Mover(self._life, pool)
-        self._lifelines = Lifelines()
+        self._moves = RankMoves(self._life, pool)
+        self._links = CallerLinks()
         self._has_owner = has_owner
         self._owned = asyncio.Event()
         self._is_over = asyncio.Event()
@@ -76,20 +76,20 @@ class Driver:
         end_unless_started(lambda: self._life.state is not DriverState.CREATED)
 
     @property
-    def _gang(self) -> Gang:
-        return self._life.gang
+    def _rank_set(self) -> RankSet:
+        return self._life.rank_set
 
     async def hold(self, key: str) -> None:
-        """See `Lifelines.hold`."""
-        await self._lifelines.hold(key)
+        """See `CallerLinks.hold`."""
+        await self._links.hold(key)
 
-    async def belong_to(self, owner: Lifeline) -> None:
+    async def belong_to(self, owner: CallerLink) -> None:
         """The pool ends with the process of the owner. Returns when it was shut down: Ray calls it again in a driver
         that is begun anew, and says so to the owner where the actor is gone for good meanwhile."""
-        self._lifelines.when_gone(owner, self._end)
+        self._links.when_gone(owner, self._end)
         self._owned.set()
         await self._is_over.wait()
-        self._lifelines.drop(owner)
+        self._links.drop(owner)
 
     async def _begin_anew(self) -> None:
         """Ray has started this actor again: the ranks have ended with the process before, and so have requests."""
@@ -108,7 +108,7 @@ class Driver:
             f"the driver actor ended and was started anew ({self._restarts} of {self._pool.recovery.max_restarts}); "
             "the requests that it had are lost"
         )
-        self._life.spawn(self._mover.watch_nodes())
+        self._life.spawn(self._moves.watch_nodes())
 
     async def code(self) -> str:
         """For those who send requests; see `cluster.driver.same_code`."""
@@ -116,7 +116,7 @@ class Driver:
 
     async def rank_config(self) -> RankConfig:
         """What the present ranks are built from, for those who connect."""
-        return self._life.fleet.config
+        return self._life.pool_ranks.config
 
     async def start(self) -> AsyncIterator[str]:
         """Place, start and load all ranks; yields a line about each stage. See `Lifecycle.first_start`.
@@ -132,9 +132,9 @@ class Driver:
             async for line in self._life.first_start():
                 logger.info("%s", line)
                 yield line
-            self._life.spawn(self._mover.watch_nodes())
+            self._life.spawn(self._moves.watch_nodes())
 
-    async def generate(self, prompts: list[Prompt], caller: Lifeline) -> AsyncIterator[PoolEvent]:
+    async def generate(self, prompts: list[Prompt], caller: CallerLink) -> AsyncIterator[PoolEvent]:
         """Run the prompts; yields events as requests finish, and at least every second while ranks are busy.
 
         While the pool recovers or changes its size, requests wait and then go on from the tokens they have.
@@ -149,11 +149,11 @@ class Driver:
         try:
             self._life.require(*_ACCEPTING)
         except ExpertPoolError:
-            self._lifelines.drop(caller)
+            self._links.drop(caller)
             raise
         stream = self._life.ledger.open(prompts)
         gone = RankError("the caller is gone")
-        self._lifelines.when_gone(caller, lambda: stream.events.put_nowait(gone), or_cut_off=True)
+        self._links.when_gone(caller, lambda: stream.events.put_nowait(gone), or_cut_off=True)
         left = len(prompts)
         with self._stream_under_way():
             try:
@@ -165,7 +165,7 @@ class Driver:
                     left -= len(event.finished)
                     yield event
             finally:
-                self._lifelines.drop(caller)
+                self._links.drop(caller)
                 self._life.abort(self._life.ledger.close(stream))
 
     async def recapture(self) -> CaptureOutcome:
@@ -181,12 +181,12 @@ class Driver:
         life.require(DriverState.READY)
         life.enter(DriverState.CAPTURING)
         try:
-            life.gang.deliver({}, leave=True)
-            await life.gang.loops_left()
-            await life.fleet.capture()
-            return life.fleet.graphs
+            life.rank_set.deliver({}, leave=True)
+            await life.rank_set.loops_left()
+            await life.pool_ranks.capture()
+            return life.pool_ranks.graphs
         except ExpertPoolError as error:
-            if life.gang.is_broken:
+            if life.rank_set.is_broken:
                 life.enter(DriverState.RECOVERING)
                 await asyncio.shield(life.spawn(life.recover(error)))
             raise
@@ -207,20 +207,20 @@ class Driver:
             RankError: ranks were lost on the way, or did not come up at the new size; the pool goes on with the size it
                 has then, or has failed.
         """
-        return await self._mover.resize(number_of_ranks(ranks))
+        return await self._moves.resize(number_of_ranks(ranks))
 
     async def status(self) -> PoolStatus:
         """How the pool stands, whatever its state."""
-        life, fleet = self._life, self._life.fleet
-        graphs = await graph_reports(life.gang.actors) if life.state is DriverState.READY else ()
+        life, pool_ranks = self._life, self._life.pool_ranks
+        graphs = await graph_reports(life.rank_set.actors) if life.state is DriverState.READY else ()
         return PoolStatus(
             state=life.state.value,
             failure=str(life.failure) if life.failure else None,
-            places=life.gang.places,
-            loads=fleet.loads,
+            places=life.rank_set.places,
+            loads=pool_ranks.loads,
             stats=tuple(stats for _, stats in sorted(life.collector.stats.items())),
             graphs=graphs,
-            capture_seconds=fleet.capture_seconds,
+            capture_seconds=pool_ranks.capture_seconds,
             notice=life.notice,
             restarts=life.restarts.total,
             last_failure=life.restarts.last.cause if life.restarts.last else None,
@@ -233,13 +233,13 @@ class Driver:
     async def trace(self) -> tuple[RankTrace, ...]:
         """The steps that ranks remember, on one clock; see `cluster.observing.trace_clock`."""
         self._life.require(DriverState.READY)
-        return await collect_traces(tuple(self._life.gang.actors), self._life.gang.places)
+        return await collect_traces(tuple(self._life.rank_set.actors), self._life.rank_set.places)
 
     async def shutdown(self) -> None:
         """Stop all ranks together and give their places back; requests under way end with an error."""
         await self._life.stop()
         self._is_over.set()
-        await self._life.fleet.forget_weights()
+        await self._life.pool_ranks.forget_weights()
         # Whoever asked ends this actor next, and those who wait at a stream would hear of a dead actor alone.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._streams_ended(), _TOLD_S)

@@ -15,8 +15,8 @@ from ...workers.mailbox import Intake
 from ...workers.rank_config import RankConfig
 from ..config import PoolConfig
 from ..observing.metrics import PoolMetrics, pool_label
-from ..ranks.fleet import Fleet
-from ..ranks.gang import Gang
+from ..ranks.pool_ranks import PoolRanks
+from ..ranks.rank_set import RankSet
 from ..requests.collecting import Collector
 from ..requests.ledger import Ledger
 from ..requests.router import Router
@@ -40,7 +40,7 @@ class Lifecycle:
         environment: variables that every rank gets; see `cluster.ranks.environment`.
 
     Attributes:
-        fleet: the ranks and their places.
+        pool_ranks: the ranks and their places.
         ledger: unfinished requests.
         restarts: how often ranks were started anew after a failure.
         state: where the pool stands.
@@ -50,7 +50,7 @@ class Lifecycle:
     """
 
     def __init__(self, config: RankConfig, pool: PoolConfig, environment: Mapping[str, str]):
-        self.fleet = Fleet(config, pool, environment)
+        self.pool_ranks = PoolRanks(config, pool, environment)
         self.ledger = Ledger(self._new_router())
         self.restarts = Restarts(pool.recovery)
         self.state = DriverState.CREATED
@@ -62,8 +62,8 @@ class Lifecycle:
         self._stopping: asyncio.Task[None] | None = None
 
     @property
-    def gang(self) -> Gang:
-        return self.fleet.gang
+    def rank_set(self) -> RankSet:
+        return self.pool_ranks.rank_set
 
     async def first_start(self) -> AsyncIterator[str]:
         """Place, start and load all ranks; yields a line about each stage.
@@ -76,14 +76,14 @@ class Lifecycle:
         """
         try:
             self.enter(DriverState.PLACING)
-            yield f"placing {self.fleet.config.layout.world_size} ranks"
-            async for facts in self.fleet.acquire():
+            yield f"placing {self.pool_ranks.config.layout.world_size} ranks"
+            async for facts in self.pool_ranks.acquire():
                 yield facts
             try:
                 async for line in self.build():
                     yield line
             except RankError as error:
-                if not self.gang.has_lost_a_process:
+                if not self.rank_set.has_lost_a_process:
                     raise
                 self.enter(DriverState.RECOVERING)
                 async for line in self._rebuild_after(error):
@@ -104,18 +104,18 @@ class Lifecycle:
     async def build(self) -> AsyncIterator[str]:
         """New ranks in the places there are, which go on with every unfinished request."""
         self.ledger.requeue(self._new_router())
-        async for line in self.fleet.start_gang(self._begin_stage):
+        async for line in self.pool_ranks.start_ranks(self._begin_stage):
             yield line
         self.begin_running()
         self.enter(DriverState.READY)
-        self.collector.begin(self.gang, self.fleet.config)
+        self.collector.begin(self.rank_set, self.pool_ranks.config)
         self.hand_out()
-        yield self.fleet.what_is_ready()
+        yield self.pool_ranks.what_is_ready()
 
     def begin_running(self) -> None:
         """Ranks run their loops, and are watched."""
-        self.gang.begin_loops()
-        self.spawn(self._watch(self.gang))
+        self.rank_set.begin_loops()
+        self.spawn(self._watch(self.rank_set))
 
     async def recover(self, error: ExpertPoolError) -> None:
         """The ranks have failed, and the state says so: begin again, or fail for good."""
@@ -133,11 +133,11 @@ class Lifecycle:
         Raises:
             ExpertPoolError: a rank failed instead.
         """
-        self.gang.deliver({}, leave=True)
-        await self.gang.loops_left()
-        await self.gang.close_outboxes(_STOP_S)
+        self.rank_set.deliver({}, leave=True)
+        await self.rank_set.loops_left()
+        await self.rank_set.close_outboxes(_STOP_S)
         await self.collector.last_results(_STOP_S)
-        self.end_gang()
+        self.end_ranks()
 
     async def stop(self) -> None:
         """Stop all ranks together and give their places back; requests under way end with an error.
@@ -154,9 +154,9 @@ class Lifecycle:
         running = self.state is DriverState.READY
         self.enter(DriverState.STOPPING)
         if running:
-            self.gang.deliver({}, leave=True)
+            self.rank_set.deliver({}, leave=True)
             with contextlib.suppress(ExpertPoolError):
-                await self.gang.loops_left(_STOP_S)
+                await self.rank_set.loops_left(_STOP_S)
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -171,18 +171,18 @@ class Lifecycle:
             return
         assigned = self.ledger.assign()
         if assigned:
-            self.gang.deliver({dp_rank: Intake(requests=tuple(requests)) for dp_rank, requests in assigned.items()})
+            self.rank_set.deliver({dp_rank: Intake(requests=tuple(requests)) for dp_rank, requests in assigned.items()})
 
     def abort(self, keys: Mapping[int, list[int]]) -> None:
         """Nobody waits for these requests of each DP rank any more."""
         if keys and self.state in DELIVERING:
-            self.gang.deliver({dp_rank: Intake(aborts=tuple(some)) for dp_rank, some in keys.items()})
+            self.rank_set.deliver({dp_rank: Intake(aborts=tuple(some)) for dp_rank, some in keys.items()})
             self.hand_out()
 
-    def end_gang(self) -> None:
+    def end_ranks(self) -> None:
         """End the processes of all ranks, and take nothing in from them."""
         self.collector.stop()
-        self.gang.kill()
+        self.rank_set.kill()
 
     def note(self, line: str) -> None:
         """What happens to a pool that serves: in the log, in `status`, and for everyone who waits."""
@@ -218,8 +218,8 @@ class Lifecycle:
 
     async def _begin_anew(self, cause: ExpertPoolError) -> None:
         try:
-            await self.fleet.forget_places()
-            async for facts in self.fleet.place_anew():
+            await self.pool_ranks.forget_places()
+            async for facts in self.pool_ranks.place_anew():
                 self.note(facts)
             async for line in self.build():
                 self.note(line)
@@ -230,13 +230,13 @@ class Lifecycle:
         except Exception as bug:
             await self.fail(RankError(f"starting anew failed: {type(bug).__name__}: {bug}; it followed: {cause}"))
 
-    async def _watch(self, gang: Gang) -> None:
-        """End the gang when a rank ends, for the others would wait for it in their next collective; then recover."""
-        await gang.first_loop_end()
-        if self.state is DriverState.READY and gang is self.gang:
+    async def _watch(self, rank_set: RankSet) -> None:
+        """End the ranks when a rank ends, for the others would wait for it in their next collective; then recover."""
+        await rank_set.first_loop_end()
+        if self.state is DriverState.READY and rank_set is self.rank_set:
             self.enter(DriverState.RECOVERING)
             try:
-                error = await gang.end_after_loop()
+                error = await rank_set.end_after_loop()
             except Exception as bug:
                 error = RankError(f"a rank's loop ended, and why is unknown: {type(bug).__name__}: {bug}")
             await self.recover(error)
@@ -258,10 +258,10 @@ class Lifecycle:
             restart = self.restarts.decide(error, time.monotonic())
             self.collector.measure(self._metrics.restarted)
             yield self.restarts.announce(restart)
-            self.end_gang()
+            self.end_ranks()
             await asyncio.sleep(restart.delay_s)
             try:
-                async for line in self.fleet.regain():
+                async for line in self.pool_ranks.regain():
                     yield line
             except PlacementError as nowhere:
                 raise self.restarts.given_up(nowhere, time.monotonic()) from None
@@ -273,7 +273,8 @@ class Lifecycle:
                 error = again
 
     def _new_router(self) -> Router:
-        return Router(self.fleet.config.layout.dp_size, window=2 * self.fleet.config.limits.max_running_requests)
+        config = self.pool_ranks.config
+        return Router(config.layout.dp_size, window=2 * config.limits.max_running_requests)
 
     def _begin_stage(self, state: DriverState) -> None:
         """A stage of the first start is a state of its own; a pool that recovers or is resized is that throughout."""
@@ -291,5 +292,5 @@ class Lifecycle:
         await self._discard_ranks()
 
     async def _discard_ranks(self) -> None:
-        self.end_gang()
-        await self.fleet.release()
+        self.end_ranks()
+        await self.pool_ranks.release()

@@ -13,8 +13,8 @@ from typing import Any
 from ...dispatch.errors import ExpertPoolError, PlacementError, RankError
 from ...workers.rank_config import RankConfig
 from ..config import PoolConfig
-from ..ranks.fleet import AT_ONCE_S
 from ..ranks.placement import Placement
+from ..ranks.pool_ranks import AT_ONCE_S
 from ..ray_session.ray_internals import can_tell_draining_nodes, draining_nodes
 from .lifecycle import Lifecycle
 from .sizes import resized, working_sizes
@@ -28,7 +28,7 @@ _LEAVE_S = 10.0
 _FOREVER_S = 1e7
 
 
-class Mover:
+class RankMoves:
     """One move at a time; but while a resize waits for places ranks may leave a node, which would not wait for it.
 
     Args:
@@ -56,7 +56,7 @@ class Mover:
                 logger.warning("cannot tell which nodes are about to go: %s", error)
                 continue
             self._stays_on &= going.keys()
-            held = {place.node_id for place in self._life.gang.places} - self._stays_on
+            held = {place.node_id for place in self._life.rank_set.places} - self._stays_on
             deadlines = {node: deadline for node, deadline in going.items() if node in held}
             if deadlines and self._life.state is DriverState.READY:
                 with contextlib.suppress(ExpertPoolError):  # it has been noted, and is what `status` says
@@ -83,13 +83,13 @@ class Mover:
             raise
 
     async def _resize(self, ranks: int) -> RankConfig:
-        life, fleet = self._life, self._life.fleet
-        before = fleet.config
+        life, pool_ranks = self._life, self._life.pool_ranks
+        before = pool_ranks.config
         wanted = await asyncio.to_thread(resized, self._pool, before, ranks)
         more = ranks - before.layout.world_size
         if more == 0:
             return before
-        reserve = fleet.places_for(more)
+        reserve = pool_ranks.places_for(more)
         refusal: ExpertPoolError | None = None
         has_begun = False
         try:
@@ -100,14 +100,14 @@ class Mover:
                 # What was free may be what the other move has just left, and is about to take elsewhere.
                 raise RankError("its ranks are being moved off a node that goes away: resize the pool again after that")
             life.require(DriverState.READY)
-            if fleet.config is not before:
-                raise RankError(f"the pool has {fleet.config.layout.world_size} ranks by now: resize it again")
+            if pool_ranks.config is not before:
+                raise RankError(f"the pool has {pool_ranks.config.layout.world_size} ranks by now: resize it again")
             life.enter(DriverState.RESIZING)
             has_begun = True
             life.note(f"resizing from {before.layout.world_size} to {ranks} ranks")
             await life.leave_for_good()
             await asyncio.to_thread(reserve.release)
-            refusal = await fleet.move(wanted, life.note)
+            refusal = await pool_ranks.move(wanted, life.note)
             async for line in life.build():
                 life.note(line)
         except Exception as raised:
@@ -115,7 +115,7 @@ class Mover:
             if not has_begun or life.state is not DriverState.RESIZING:
                 raise error from raised
             refusal = refusal or error
-            if fleet.config is wanted:
+            if pool_ranks.config is wanted:
                 await self._go_back(before, error)
             elif error is raised:
                 life.enter(DriverState.RECOVERING)
@@ -126,9 +126,9 @@ class Mover:
             reserve.release()
         if life.failure is not None:
             raise life.failure
-        if fleet.config is not wanted:
+        if pool_ranks.config is not wanted:
             assert refusal is not None
-            raise type(refusal)(f"not resized, the pool has {fleet.config.layout.world_size} ranks: {refusal}")
+            raise type(refusal)(f"not resized, the pool has {pool_ranks.config.layout.world_size} ranks: {refusal}")
         return wanted
 
     async def _go_back(self, before: RankConfig, refusal: ExpertPoolError) -> None:
@@ -137,8 +137,8 @@ class Mover:
         life = self._life
         life.note(f"the other size did not start, going back to {before.layout.world_size} ranks: {refusal}")
         try:
-            life.end_gang()
-            async for facts in life.fleet.return_to(before):
+            life.end_ranks()
+            async for facts in life.pool_ranks.return_to(before):
                 life.note(facts)
             async for line in life.build():
                 life.note(line)
@@ -165,27 +165,27 @@ class Mover:
         Args:
             deadlines: of nodes by id, in seconds since the epoch.
         """
-        life, fleet, gang = self._life, self._life.fleet, self._life.gang
+        life, pool_ranks, rank_set = self._life, self._life.pool_ranks, self._life.rank_set
         left_s = min(deadlines.values()) - time.time()
-        leaving = [place for place in gang.places if place.node_id in deadlines]
+        leaving = [place for place in rank_set.places if place.node_id in deadlines]
         hosts = ", ".join(sorted({f"{place.address} ({place.node_id[:8]})" for place in leaving}))
         within = f"in {max(0.0, left_s):.0f} s" if left_s < _FOREVER_S else "soon"
         why = f"Ray takes node {hosts} away {within}"
         # Where all ranks have to be in one domain, the ones that leave take the others along.
-        num_places = len(leaving) if self._pool.placement.domain_label is None else len(gang.places)
+        num_places = len(leaving) if self._pool.placement.domain_label is None else len(rank_set.places)
         life.note(f"{why}: looking for {num_places} other places")
-        reserve = fleet.places_for(num_places, max(left_s - _LEAVE_S, left_s / 2, 1.0))
+        reserve = pool_ranks.places_for(num_places, max(left_s - _LEAVE_S, left_s / 2, 1.0))
         has_begun = False
         try:
             has_room = await self._wait_for(reserve, why)
-            if life.gang is not gang:
-                return fleet.config  # others by now, which are looked at again
+            if life.rank_set is not rank_set:
+                return pool_ranks.config  # others by now, which are looked at again
             if not has_room and not await asyncio.to_thread(self._may_shrink_by, len(leaving)):
                 self._stays_on.update(deadlines)
                 life.note(
                     f"{why}, and there are no other places: the pool serves until then, and then waits for places"
                 )
-                return fleet.config
+                return pool_ranks.config
             life.require(DriverState.READY)
             life.enter(DriverState.RESIZING)
             has_begun = True
@@ -193,11 +193,11 @@ class Mover:
             await life.leave_for_good()
             await asyncio.to_thread(reserve.release)
             try:
-                async for facts in fleet.place_anew(None if has_room else AT_ONCE_S):
+                async for facts in pool_ranks.place_anew(None if has_room else AT_ONCE_S):
                     life.note(facts)
             except PlacementError as error:  # others were faster: a pool that served is not given up for that
                 life.note(f"{error}; looking again")
-                async for facts in fleet.place_anew():
+                async for facts in pool_ranks.place_anew():
                     life.note(facts)
             async for line in life.build():
                 life.note(line)
@@ -210,10 +210,10 @@ class Mover:
             await self._give_up(bug, has_begun)
         finally:
             reserve.release()
-        return fleet.config
+        return pool_ranks.config
 
     def _may_shrink_by(self, leaving: int) -> bool:
-        config = self._life.fleet.config
+        config = self._life.pool_ranks.config
         left = config.layout.world_size - leaving
         return self._pool.min_ranks is not None and bool(working_sizes(self._pool, config, left))
 

@@ -9,14 +9,14 @@ from ...workers.rank_config import RankConfig
 from ...workers.request import RankStats
 from ..observing.metrics import LOAD_INTERVAL_S, PoolMetrics
 from ..ranks.failure import LOST
-from ..ranks.gang import Gang
+from ..ranks.rank_set import RankSet
 from .ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
 
 class Collector:
-    """Brings the results of a gang home, one gang after another.
+    """Brings the results of ranks home, one set of them after another.
 
     Args:
         ledger: takes results in.
@@ -43,11 +43,11 @@ class Collector:
         self._results: list[asyncio.Task[None]] = []
         self._loads: list[asyncio.Task[None]] = []
 
-    def begin(self, gang: Gang, config: RankConfig) -> None:
-        """Collect from the leaders of this gang, which runs."""
+    def begin(self, rank_set: RankSet, config: RankConfig) -> None:
+        """Collect from the leaders of these ranks, which run."""
         layout = config.layout
         self.measure(self._metrics.begin, layout)
-        leaders = [gang.actors[layout.leader(dp_rank)] for dp_rank in range(layout.dp_size)]
+        leaders = [rank_set.actors[layout.leader(dp_rank)] for dp_rank in range(layout.dp_size)]
         self._results = [asyncio.ensure_future(self._collect(leader)) for leader in leaders]
         if config.worker.expert_load:
             self._loads = [asyncio.ensure_future(self._collect_expert_load(leaders))]

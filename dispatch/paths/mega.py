@@ -3,7 +3,7 @@
 It takes the place of a dispatcher and of the experts behind it. What all ranks must agree on is the same as for any
 dispatcher: every rank calls every layer in every step, with at most `capacity` rows. In per-tensor fp8 a rank decodes
 what its peers sent with its own copy of the scales, so those belong to what ranks compare before a step. The kernel
-waits for its peers without bound; the driver's deadline is what ends a stalled gang.
+waits for its peers without bound; the driver's deadline is what ends a stalled set of ranks.
 """
 
 from __future__ import annotations

@@ -183,10 +183,10 @@ class MegaKernels:
             device=self._device.index or 0,
             process_group=self._group,
         )
-        fleet = FleetParams(num_experts=num_experts, max_tokens_per_rank=capacity, token_hidden_size=w13.shape[2])
+        pool_ranks = FleetParams(num_experts=num_experts, max_tokens_per_rank=capacity, token_hidden_size=w13.shape[2])
         kernel = self._kernel_config(w2.shape[2], top_k, self.scales.get(id(experts), (1.0, 1.0)))
         leave_out_proxy(os.environ)
-        return MoEEpLayer(bootstrap, fleet, MoEWeightPack(w13, w2), backend=MegaConfig(megakernel=kernel))
+        return MoEEpLayer(bootstrap, pool_ranks, MoEWeightPack(w13, w2), backend=MegaConfig(megakernel=kernel))
 
     def _knobs(self, adopted: AdoptedLayer, capacity: int) -> dict[str, Any] | None:
         """Launch settings of a kernel; `None`: FlashInfer's own for this capacity.

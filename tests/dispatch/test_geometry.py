@@ -32,7 +32,7 @@ from expert_pool.dispatch.registry import dispatcher_of as registered
 from expert_pool.workers.engine import RankEngine
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_ranks import PlainRanks, RankGang
+from plain_ranks import ForkedRanks, PlainRanks
 from rank_insides import collectives_of, dispatcher_of, run_script, target_of
 
 CPU = torch.device("cpu")
@@ -236,7 +236,7 @@ def test_h11_all_gather_buffers_hold_what_all_dp_ranks_together_may_bring(limits
 
 
 @pytest.fixture(scope="module", params=[(2, 1), (4, 2)], ids=["2ranks", "4ranks-tp2"])
-def gang(request: pytest.FixtureRequest, random_models: dict[str, str]) -> Iterator[RankGang]:
+def rank_set(request: pytest.FixtureRequest, random_models: dict[str, str]) -> Iterator[ForkedRanks]:
     ranks, attn_tp_size = request.param
     config = PoolConfig(
         model=random_models["qwen3_moe"],
@@ -245,7 +245,7 @@ def gang(request: pytest.FixtureRequest, random_models: dict[str, str]) -> Itera
         limits=Limits(chunked_prefill_size=32, max_running_requests=4),
         cache=CacheConfig(num_tokens=1024),
     )
-    with RankGang(config, graphs=False) as ranks_:
+    with ForkedRanks(config, graphs=False) as ranks_:
         yield ranks_
 
 
@@ -307,17 +307,17 @@ def run_layers_of_two_kinds(engine: RankEngine, kind: str, every_count: list[lis
 
 
 @pytest.mark.parametrize("kind", ["allgather", "alltoall"])
-def test_h15_layers_of_two_kinds_share_one_exchange(kind, gang):
+def test_h15_layers_of_two_kinds_share_one_exchange(kind, rank_set):
     first, both = budget_of(KINDS_OF_LAYER[:1], 24, 2), budget_of(KINDS_OF_LAYER, 24, 2)
     assert both.send_bytes > first.send_bytes
-    for errors in gang.call(run_layers_of_two_kinds, kind, [[5, 9], [24, 1], [1, 1], [24, 24]]):
+    for errors in rank_set.call(run_layers_of_two_kinds, kind, [[5, 9], [24, 1], [1, 1], [24, 24]]):
         assert len(errors) == 24
         assert all(error < 1e-6 for error in errors)
 
 
 @pytest.mark.parametrize("kind", ["allgather", "alltoall"])
-def test_h9_the_largest_step_after_the_smallest_finds_buffers_large_enough(kind, gang):
-    for errors in gang.call(run_layers_of_two_kinds, kind, [[1, 1], [64, 64]]):
+def test_h9_the_largest_step_after_the_smallest_finds_buffers_large_enough(kind, rank_set):
+    for errors in rank_set.call(run_layers_of_two_kinds, kind, [[1, 1], [64, 64]]):
         assert all(error < 1e-6 for error in errors)
 
 
@@ -333,21 +333,21 @@ def small_then_largest(engine: RankEngine, prompts: list[list[int]]) -> dict[int
     return generated.token_ids
 
 
-def test_h9_a_pool_runs_one_token_first_and_then_the_largest_step_it_allows(gang, references):
+def test_h9_a_pool_runs_one_token_first_and_then_the_largest_step_it_allows(rank_set, references):
     prompts = [[3 + index + position % 50 for position in range(40)] for index in range(3)]
     expected = [references["qwen3_moe"].greedy(prompt, 3) for prompt in ([7], *prompts)]
     tokens: dict[int, tuple[int, ...]] = {}
-    for generated in gang.call(small_then_largest, prompts):
+    for generated in rank_set.call(small_then_largest, prompts):
         tokens |= generated
-    assert len(tokens) == 4 * gang.rank_config.layout.dp_size
+    assert len(tokens) == 4 * rank_set.rank_config.layout.dp_size
     for key, token_ids in tokens.items():
         assert token_ids[: len(expected[key % 4])] == expected[key % 4]
 
 
-def test_h4_the_dummy_token_of_an_idle_dp_rank_leaves_some_of_its_ranks_no_row(gang, references):
+def test_h4_the_dummy_token_of_an_idle_dp_rank_leaves_some_of_its_ranks_no_row(rank_set, references):
     """Beside a prefill the step packs its counts, and a rank that brings nothing still takes part."""
     prompt = [3 + position % 50 for position in range(30)]
-    by_rank = gang.call(run_script, [{0: [prompt]}, {}], 3)
+    by_rank = rank_set.call(run_script, [{0: [prompt]}, {}], 3)
     assert by_rank[0].steps[0].padded == (30, 1)
     assert by_rank[0].token_ids == {0: references["qwen3_moe"].greedy(prompt, 3)}
 
@@ -366,8 +366,8 @@ def dispatch_beyond_the_buffers(engine: RankEngine, kind: str) -> tuple[str, int
 
 
 @pytest.mark.parametrize("kind", ["allgather", "alltoall"])
-def test_h14_a_step_beyond_the_workspace_is_refused_on_every_rank_before_anything_is_sent(kind, gang):
-    for message, num_collectives in gang.call(dispatch_beyond_the_buffers, kind):
+def test_h14_a_step_beyond_the_workspace_is_refused_on_every_rank_before_anything_is_sent(kind, rank_set):
+    for message, num_collectives in rank_set.call(dispatch_beyond_the_buffers, kind):
         assert message.startswith("runtime_max_tokens_per_rank=5 is above the 4 rows a rank that the exchange buffers")
         assert num_collectives == 0
 

@@ -14,18 +14,18 @@ from expert_pool.dispatch.errors import ConfigError
 from expert_pool.dispatch.paths.mega_kernels import MegaKernels, leave_out_proxy
 from expert_pool.dispatch.probe import Dropped, HostGroup, attempt
 from expert_pool.workers.engine import RankEngine
-from plain_ranks import RankGang
+from plain_ranks import ForkedRanks
 from running_disagreement import WITHIN_S
 
 NUM_LAYERS = 2
 
 
 @pytest.fixture(scope="module")
-def gang(random_models: dict[str, str]) -> Iterator[RankGang]:
+def rank_set(random_models: dict[str, str]) -> Iterator[ForkedRanks]:
     config = PoolConfig(
         model=random_models["qwen3_moe"], ranks=2, limits=Limits(max_running_requests=4), cache=CacheConfig(512)
     )
-    with RankGang(config, graphs=False) as ranks:
+    with ForkedRanks(config, graphs=False) as ranks:
         yield ranks
 
 
@@ -114,8 +114,8 @@ def with_other_settings(engine: RankEngine) -> tuple[str, list[list[str]], list[
     return built.reason if isinstance(built, Dropped) else built, before, calls
 
 
-def test_launch_settings_that_differ_are_refused_on_every_rank_before_a_kernel_runs(gang):
-    for reason, before, after in gang.call(with_other_settings, deadline_s=WITHIN_S):
+def test_launch_settings_that_differ_are_refused_on_every_rank_before_a_kernel_runs(rank_set):
+    for reason, before, after in rank_set.call(with_other_settings, deadline_s=WITHIN_S):
         assert "launch settings of mega@8" in reason
         assert "(rank 0: swap_ab False, mma_tiler_mnk 64, rank 1: swap_ab False, mma_tiler_mnk 128)" in reason
         assert before == [["create"], []]
@@ -134,16 +134,16 @@ def failing(engine: RankEngine, fails_to: str, faulty_rank: int) -> tuple[str, i
 
 
 @pytest.mark.parametrize("faulty_rank", [0, 1])
-def test_a_kernel_that_one_rank_cannot_build_is_dropped_on_all_and_nobody_waits(faulty_rank, gang):
-    found = gang.call(failing, "create 64", faulty_rank, deadline_s=WITHIN_S)
+def test_a_kernel_that_one_rank_cannot_build_is_dropped_on_all_and_nobody_waits(faulty_rank, rank_set):
+    found = rank_set.call(failing, "create 64", faulty_rank, deadline_s=WITHIN_S)
     for rank, (second, counted, calls, left) in enumerate(found):
         assert second == f"mega@64 dropped on all ranks: rank {faulty_rank}: RuntimeError: out of memory"
         assert not any("destroy" in of_layer for of_layer in calls), "it takes all ranks to give memory back"
         assert (counted > 0) == (left > 0) == (rank != faulty_rank), "what is held stays counted"
 
 
-def test_a_kernel_whose_first_run_fails_is_counted_and_given_back_by_all(gang):
-    for second, counted, calls, left in gang.call(failing, "warm up", 1, deadline_s=WITHIN_S):
+def test_a_kernel_whose_first_run_fails_is_counted_and_given_back_by_all(rank_set):
+    for second, counted, calls, left in rank_set.call(failing, "warm up", 1, deadline_s=WITHIN_S):
         assert "no such instruction" in second
         assert (counted > 0, left) == (True, 0)
         assert calls[0].count("destroy") == 1
@@ -161,8 +161,8 @@ def counts_unknown(engine: RankEngine) -> str:
     return "counted"
 
 
-def test_memory_that_another_release_keeps_elsewhere_is_no_zero(gang):
-    for message in gang.call(counts_unknown):
+def test_memory_that_another_release_keeps_elsewhere_is_no_zero(rank_set):
+    for message in rank_set.call(counts_unknown):
         assert "the memory of FlashInfer's mega kernel cannot be counted" in message
 
 

@@ -9,15 +9,15 @@ from expert_pool.cluster import PoolConfig
 from expert_pool.dispatch.experts.quack_tuning import TileTable
 from expert_pool.dispatch.messages import gather_messages, gather_values
 from expert_pool.workers.engine import RankEngine
-from plain_ranks import RankGang
+from plain_ranks import ForkedRanks
 
 OWN = ("", "ü" * 1000)
 TABLE = {"num_rows": [4], "tiles": [[{"rows": 64, "columns": 128, "pingpong": True}] * 2]}
 
 
 @pytest.fixture(scope="module")
-def gang(random_models) -> Iterator[RankGang]:
-    with RankGang(PoolConfig(model=random_models["qwen3_moe"], ranks=2), graphs=False) as started:
+def rank_set(random_models) -> Iterator[ForkedRanks]:
+    with ForkedRanks(PoolConfig(model=random_models["qwen3_moe"], ranks=2), graphs=False) as started:
         yield started
 
 
@@ -30,9 +30,9 @@ def shown(engine: RankEngine) -> tuple[list[str], list[TileTable | str], list[by
     )
 
 
-def test_every_rank_sees_what_each_brings_in_rank_order(gang):
+def test_every_rank_sees_what_each_brings_in_rank_order(rank_set):
     table = msgspec.convert(TABLE, TileTable)
-    assert gang.call(shown) == [(list(OWN), [table, "no tile runs"], [b"", b""])] * 2
+    assert rank_set.call(shown) == [(list(OWN), [table, "no tile runs"], [b"", b""])] * 2
 
 
 class Mischief:
@@ -50,5 +50,5 @@ def refusal_of_a_pickle(engine: RankEngine) -> str:
     return "taken"
 
 
-def test_what_is_not_of_the_type_is_refused_on_every_rank_and_never_run(gang):
-    assert gang.call(refusal_of_a_pickle) == ["Expected `str`, got `bytes`"] * 2
+def test_what_is_not_of_the_type_is_refused_on_every_rank_and_never_run(rank_set):
+    assert rank_set.call(refusal_of_a_pickle) == ["Expected `str`, got `bytes`"] * 2

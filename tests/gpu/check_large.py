@@ -249,7 +249,7 @@ def _stop_counting(actor: Any) -> None:
 
 
 def actors_of(pool: ExpertPool) -> list[Any]:
-    actors: list[Any] = get_answer(pool._driver.__ray_call__.remote(lambda driver: driver._gang.actors))
+    actors: list[Any] = get_answer(pool._driver.__ray_call__.remote(lambda driver: driver._rank_set.actors))
     return actors
 
 

@@ -108,7 +108,7 @@ def share_alike(first: list[tuple[int, ...]], second: list[tuple[int, ...]]) -> 
 
 def on_ranks(pool: ExpertPool, ranks: Sequence[int], function: Callable[..., Any], *args: Any) -> list[Any]:
     """What `function(engine, *args)` returns in the actors of these ranks, at the same time."""
-    actors = get_answer(pool._driver.__ray_call__.remote(lambda driver: driver._gang.actors))
+    actors = get_answer(pool._driver.__ray_call__.remote(lambda driver: driver._rank_set.actors))
     calls = [actors[rank].__ray_call__.remote(lambda actor: function(actor._engine, *args)) for rank in ranks]
     return ray.get(calls, timeout=60)
 

@@ -14,7 +14,7 @@ from expert_pool.workers.graph_set import buffer_specs
 from expert_pool.workers.request import Request, SamplingParams
 from expert_pool.workers.scheduling.inputs import pack
 from expert_pool.workers.scheduling.scheduler import BatchKind, ScheduledBatch, Slice
-from expert_pool.workers.scheduling.sequence import RunningRequest
+from expert_pool.workers.scheduling.sequence import TokenSequence
 from rank_faults import holds_otherwise, inject
 
 
@@ -97,7 +97,7 @@ def _inputs(engine: RankEngine, count: int) -> tuple[dict[str, torch.Tensor], di
     allocator, slices = engine.loaded.loop._scheduler._allocator, []
     for index in range(count):
         length = 5 + 3 * index
-        sequence = RunningRequest(Request(index, tuple(range(2, 2 + length)), SamplingParams()), 512, None)
+        sequence = TokenSequence(Request(index, tuple(range(2, 2 + length)), SamplingParams()), 512, None)
         sequence.num_computed = length - 1
         assert allocator.grow(sequence.blocks, length)
         slices.append(Slice.of(sequence, 1))

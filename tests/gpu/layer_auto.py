@@ -21,7 +21,7 @@ from expert_pool.dispatch.way import RankParts
 from expert_pool.workers.graph_set import make_backend
 from expert_pool.workers.path_selection.calibration import CALIBRATION_TOKENS
 from expert_pool.workers.path_selection.check import PathCheck
-from expert_pool.workers.path_selection.selection import PathChoice
+from expert_pool.workers.path_selection.selection import PathSelection
 from layer_setup import Layer
 
 
@@ -50,7 +50,7 @@ class Auto:
         self.maker.keep_only([], self.hosts)
 
 
-class KeepingChoice(PathChoice):
+class KeepingChoice(PathSelection):
     """Chooses as at a start-up, and keeps every candidate."""
 
     def measure_all(self, layer: MoeLayer, maker: PathMaker) -> Auto:

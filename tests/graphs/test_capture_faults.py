@@ -34,7 +34,7 @@ from expert_pool.cluster.ranks.capture import CaptureOutcome
 from expert_pool.dispatch.errors import ExpertPoolError
 from expert_pool.graphs.plan import CaptureEntry, CapturePlan, plan_captures
 from expert_pool.workers.engine import RankEngine
-from plain_ranks import RankGang
+from plain_ranks import ForkedRanks
 from rank_faults import (
     INJECTED,
     OTHER_BACKEND,
@@ -111,7 +111,7 @@ def pool(request: pytest.FixtureRequest, session: None, random_models: dict[str,
 
 def on_rank(pool: ExpertPool, rank: int, function: Any, *args: Any) -> Any:
     """What `function(engine, *args)` returns in the actor of this rank."""
-    actors = get_answer(pool._driver.__ray_call__.remote(lambda driver: driver._gang.actors))
+    actors = get_answer(pool._driver.__ray_call__.remote(lambda driver: driver._rank_set.actors))
     return get_answer(actors[rank].__ray_call__.remote(lambda actor: function(actor._engine, *args)))
 
 
@@ -356,16 +356,16 @@ def test_a_rank_that_raises_in_the_first_capture_is_not_tried_again(session, ran
 
 
 def raise_in_the_first_capture(driver: Any) -> None:
-    fleet = driver._life.fleet
-    capture = fleet.capture
+    pool_ranks = driver._life.pool_ranks
+    capture = pool_ranks.capture
 
     async def with_a_fault() -> None:
-        await fleet.gang.actors[1].__ray_call__.remote(
+        await pool_ranks.rank_set.actors[1].__ray_call__.remote(
             lambda actor: inject(actor._engine, ends_inside, "warm_up", "raising")
         )
         await capture()
 
-    fleet.capture = with_a_fault
+    pool_ranks.capture = with_a_fault
 
 
 @pytest.mark.parametrize("ranks", [2, 4] if FULL_MATRIX else [2])
@@ -425,16 +425,18 @@ STEP_DISAGREEMENTS = {
 
 
 @pytest.fixture(scope="module", params=[2, 4] if FULL_MATRIX else [2], ids=lambda ranks: f"{ranks}ranks")
-def gang(request: pytest.FixtureRequest, random_models: dict[str, str]) -> Iterator[RankGang]:
-    with RankGang(config_of(random_models["qwen3_moe"], request.param)) as ranks:
+def rank_set(request: pytest.FixtureRequest, random_models: dict[str, str]) -> Iterator[ForkedRanks]:
+    with ForkedRanks(config_of(random_models["qwen3_moe"], request.param)) as ranks:
         yield ranks
 
 
 @pytest.mark.parametrize("field", STEP_DISAGREEMENTS)
-def test_a_disagreement_at_a_step_is_raised_on_every_rank_and_generation_goes_on_once_mended(field, gang, references):
+def test_a_disagreement_at_a_step_is_raised_on_all_ranks_and_generation_goes_on_once_mended(
+    field, rank_set, references
+):
     fault, sentence, alike, other = STEP_DISAGREEMENTS[field]
-    world_size = gang.rank_config.layout.world_size
-    by_rank = gang.call(disagree_while_running, fault, world_size - 1)
+    world_size = rank_set.rank_config.layout.world_size
+    by_rank = rank_set.call(disagree_while_running, fault, world_size - 1)
     tokens: dict[int, tuple[int, ...]] = {}
     for message, seconds, generated in by_rank:
         assert message.startswith("ranks disagree before a step: ")

@@ -12,7 +12,7 @@ from expert_pool.graphs.plan import CaptureEntry, plan_captures
 from expert_pool.workers.attention.kv_cache import PADDING_BLOCK, PADDING_SLOT, KvCache
 from expert_pool.workers.engine import RankEngine
 from models import VOCAB_SIZE
-from plain_ranks import RankGang
+from plain_ranks import ForkedRanks
 from rank_insides import target_of
 from test_replay import CLOSE, compare_replays, poison_buffers, run_padded
 
@@ -36,7 +36,7 @@ CASES = [*EVERY, *(case for case in SAMPLE if case not in EVERY)] if FULL_MATRIX
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}-{case[2][0]}ranks-tp{case[2][1]}")
-def gang(request: pytest.FixtureRequest, random_models: dict[str, str]) -> Iterator[RankGang]:
+def rank_set(request: pytest.FixtureRequest, random_models: dict[str, str]) -> Iterator[ForkedRanks]:
     algorithm, family, (ranks, attn_tp_size, dispatch) = request.param
     limits = Limits(
         max_running_requests=MAX_REQUESTS,
@@ -56,7 +56,7 @@ def gang(request: pytest.FixtureRequest, random_models: dict[str, str]) -> Itera
         limits=limits,
         cache=CacheConfig(num_tokens=1024),
     )
-    with RankGang(config) as ranks_of_case:
+    with ForkedRanks(config) as ranks_of_case:
         yield ranks_of_case
 
 
@@ -185,22 +185,22 @@ def uneven_counts(dp_size: int) -> list[tuple[int, ...]]:
     return steps
 
 
-def kinds_of(gang: RankGang) -> tuple[str, ...]:
-    algorithm = gang.rank_config.limits.speculative_algorithm
+def kinds_of(rank_set: ForkedRanks) -> tuple[str, ...]:
+    algorithm = rank_set.rank_config.limits.speculative_algorithm
     assert algorithm is not None
     return KINDS_OF[algorithm]
 
 
-def test_every_draft_batch_replays_as_it_runs_eagerly(gang):
-    for kind in kinds_of(gang):
-        found = gang.call(compare_draft_replays, kind, uneven_counts(gang.rank_config.layout.dp_size))
-        assert found == [[]] * gang.rank_config.layout.world_size
+def test_every_draft_batch_replays_as_it_runs_eagerly(rank_set):
+    for kind in kinds_of(rank_set):
+        found = rank_set.call(compare_draft_replays, kind, uneven_counts(rank_set.rank_config.layout.dp_size))
+        assert found == [[]] * rank_set.rank_config.layout.world_size
 
 
-def test_draft_kinds_are_recorded_with_a_moe_layer_a_draft_step(gang):
-    plan = plan_captures(gang.rank_config.limits)
+def test_draft_kinds_are_recorded_with_a_moe_layer_a_draft_step(rank_set):
+    plan = plan_captures(rank_set.rank_config.limits)
     recorded = {entry.kind for entry in plan.entries}
-    assert set(kinds_of(gang)) <= recorded
+    assert set(kinds_of(rank_set)) <= recorded
     layers = {entry.layer for entry in plan.entries if entry.kind == "multi_layer_eagle_draft_extend"}
     assert layers in (set(), set(range(DRAFT_STEPS)))
 
@@ -214,12 +214,12 @@ def collectives_per_kind(engine: RankEngine) -> dict[str, int]:
     }
 
 
-def test_a_draft_graph_exchanges_twice_for_every_moe_layer_it_runs(gang):
+def test_a_draft_graph_exchanges_twice_for_every_moe_layer_it_runs(rank_set):
     """Two collectives a layer; as many layers as draft steps where one graph drafts several, else one."""
-    if gang.rank_config.layout.world_size == 1:
-        assert all(set(counts.values()) == {0} for counts in gang.call(collectives_per_kind))
+    if rank_set.rank_config.layout.world_size == 1:
+        assert all(set(counts.values()) == {0} for counts in rank_set.call(collectives_per_kind))
         return
-    for counts in gang.call(collectives_per_kind):
+    for counts in rank_set.call(collectives_per_kind):
         for entry, number in counts.items():
             several = entry.startswith(("eagle_draft[", "frozen_kv_mtp["))
             assert number == 2 * (DRAFT_STEPS if several else 1), entry
@@ -234,11 +234,11 @@ def buffer_addresses(engine: RankEngine) -> dict[str, set[int]]:
     return addresses
 
 
-def test_h13_target_graphs_replay_as_before_once_draft_graphs_are_recorded(gang):
+def test_h13_target_graphs_replay_as_before_once_draft_graphs_are_recorded(rank_set):
     """Draft graphs are recorded last, into buffers of their own; the target's still equal the eager step."""
-    for addresses in gang.call(buffer_addresses):
+    for addresses in rank_set.call(buffer_addresses):
         assert addresses["target"]
         assert not addresses["target"] & addresses["draft"]
-    dp_size = gang.rank_config.layout.dp_size
-    found = gang.call(compare_replays, "decode", [(MAX_REQUESTS,) * dp_size, (1,) * dp_size])
-    assert found == [[]] * gang.rank_config.layout.world_size
+    dp_size = rank_set.rank_config.layout.dp_size
+    found = rank_set.call(compare_replays, "decode", [(MAX_REQUESTS,) * dp_size, (1,) * dp_size])
+    assert found == [[]] * rank_set.rank_config.layout.world_size

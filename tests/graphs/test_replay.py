@@ -19,10 +19,10 @@ from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.request import Request, SamplingParams
 from expert_pool.workers.scheduling.inputs import StepInputs, dummy, pack
 from expert_pool.workers.scheduling.scheduler import BatchKind, ScheduledBatch, Slice
-from expert_pool.workers.scheduling.sequence import RunningRequest
+from expert_pool.workers.scheduling.sequence import TokenSequence
 from expert_pool.workers.step_plan import EAGER_TOO_LARGE
 from models import FAMILIES, VOCAB_SIZE
-from plain_ranks import RankGang
+from plain_ranks import ForkedRanks
 from rank_insides import Generated, RanStep, collectives_of, dispatcher_of, run_script, target_of
 
 FULL_MATRIX = os.environ.get("EXPERT_POOL_FULL_MATRIX") == "1"
@@ -72,9 +72,9 @@ def config_of(model: str, ranks: int, attn_tp_size: int, dispatch: str, limits: 
     params=CASES,
     ids=lambda case: f"{case[0]}-{case[1][0]}ranks-tp{case[1][1]}-{case[1][2]}",
 )
-def gang(request: pytest.FixtureRequest, random_models: dict[str, str]) -> Iterator[RankGang]:
+def rank_set(request: pytest.FixtureRequest, random_models: dict[str, str]) -> Iterator[ForkedRanks]:
     family, layout = request.param
-    with RankGang(config_of(random_models[family], *layout, SPECULATIVE)) as ranks:
+    with ForkedRanks(config_of(random_models[family], *layout, SPECULATIVE)) as ranks:
         yield ranks
 
 
@@ -109,7 +109,7 @@ def make_batch(engine: RankEngine, kind: str, count: int) -> ScheduledBatch:
             engine.rank
         )
         tokens = tuple((11 * index + 5 * position + count) % VOCAB_SIZE for position in range(cached + length))
-        sequence = RunningRequest(Request(index, tokens, SamplingParams()), 512, None)
+        sequence = TokenSequence(Request(index, tokens, SamplingParams()), 512, None)
         sequence.num_computed = cached
         assert allocator.grow(sequence.blocks, len(tokens))
         slices.append(Slice.of(sequence, length))
@@ -214,18 +214,18 @@ def compare_replays(engine: RankEngine, kind: str, steps: Sequence[tuple[int, ..
 
 
 @pytest.mark.parametrize("kind", KIND_NAMES)
-def test_h12_every_batch_up_to_the_largest_bucket_replays_as_it_runs_eagerly(kind, gang):
+def test_h12_every_batch_up_to_the_largest_bucket_replays_as_it_runs_eagerly(kind, rank_set):
     """Also H3 (an idle rank pads to the bucket of the others) and H9 (small steps between large ones)."""
-    dp_size = gang.rank_config.layout.dp_size
+    dp_size = rank_set.rank_config.layout.dp_size
     # From the largest down, and the smallest first and last: rows of larger steps lie in every buffer.
     largest = largest_count(kind)
     steps = [counts for batch in (1, *range(largest, 0, -1)) for counts in uneven_counts(kind, batch, dp_size)]
-    found = gang.call(compare_replays, kind, steps)
-    assert found == [[]] * gang.rank_config.layout.world_size
+    found = rank_set.call(compare_replays, kind, steps)
+    assert found == [[]] * rank_set.rank_config.layout.world_size
 
 
-def test_every_kind_that_is_compared_was_recorded(gang):
-    recorded = {entry.kind for entry in plan_captures(gang.rank_config.limits).entries}
+def test_every_kind_that_is_compared_was_recorded(rank_set):
+    recorded = {entry.kind for entry in plan_captures(rank_set.rank_config.limits).entries}
     assert set(KIND_NAMES) <= recorded
     assert all(KINDS[kind].model == "target" for kind in KIND_NAMES)
 
@@ -260,10 +260,10 @@ def run_mixes(engine: RankEngine, every_mix: Sequence[tuple[str, ...]]) -> list[
 
 
 @pytest.fixture(scope="module")
-def plain_gangs(random_models: dict[str, str]) -> Iterator[dict[int, RankGang]]:
-    """Gangs of two and four ranks with a batch each, without speculation."""
+def rank_sets(random_models: dict[str, str]) -> Iterator[dict[int, ForkedRanks]]:
+    """RankSets of two and four ranks with a batch each, without speculation."""
     configs = {n: config_of(random_models["qwen3_moe"], n, 1, "allgather", LIMITS) for n in (2, 4)}
-    with RankGang(configs[2]) as two, RankGang(configs[4]) as four:
+    with ForkedRanks(configs[2]) as two, ForkedRanks(configs[4]) as four:
         yield {2: two, 4: four}
 
 
@@ -280,9 +280,9 @@ def without_shapes(step: RanStep) -> RanStep:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_h6_any_mix_of_idle_prefill_and_decode_replays_one_bucket_on_all_ranks_or_none(ranks, plain_gangs, references):
+def test_h6_any_mix_of_idle_prefill_and_decode_replays_one_bucket_on_all_ranks_or_none(ranks, rank_sets, references):
     every_mix = mixes(ranks)
-    by_rank = plain_gangs[ranks].call(run_mixes, every_mix)
+    by_rank = rank_sets[ranks].call(run_mixes, every_mix)
     for index, mix in enumerate(every_mix):
         generated = [outputs[index] for outputs in by_rank]
         for steps in zip(*(one.steps for one in generated), strict=True):
@@ -303,10 +303,10 @@ def test_h6_any_mix_of_idle_prefill_and_decode_replays_one_bucket_on_all_ranks_o
 
 
 @pytest.mark.parametrize("requests", [(1, 1, 1, 1), (5, 1, 0, 3), (2, 0, 0, 0), (5, 5, 5, 5)])
-def test_h2_every_decode_step_of_four_ranks_with_small_batches_replays(requests, plain_gangs):
+def test_h2_every_decode_step_of_four_ranks_with_small_batches_replays(requests, rank_sets):
     """The sum of tokens over ranks is above every bucket in some of these; the largest count of any rank is not."""
     arrivals = [{0: [prompt_of(5 + index, dp_rank) for index in range(n)]} for dp_rank, n in enumerate(requests)]
-    by_rank = plain_gangs[4].call(run_script, arrivals, 20)
+    by_rank = rank_sets[4].call(run_script, arrivals, 20)
     decodes = [step for step in by_rank[0].steps if "DECODE" in step.kinds]
     assert len(decodes) == 19
     for step in decodes:
@@ -316,9 +316,9 @@ def test_h2_every_decode_step_of_four_ranks_with_small_batches_replays(requests,
         assert step.graph.bucket >= max(requests)
 
 
-def test_h3_idle_ranks_pad_to_the_bucket_of_the_busy_one(plain_gangs):
+def test_h3_idle_ranks_pad_to_the_bucket_of_the_busy_one(rank_sets):
     arrivals = [{0: [prompt_of(5, index) for index in range(3)]}, {}, {}, {}]
-    by_rank = plain_gangs[4].call(run_script, arrivals, 5)
+    by_rank = rank_sets[4].call(run_script, arrivals, 5)
     for generated in by_rank:
         decodes = [step for step in generated.steps if "DECODE" in step.kinds]
         assert [(step.num_tokens, step.padded) for step in decodes] == [((3, 0, 0, 0), (4, 4, 4, 4))] * 4
@@ -346,8 +346,8 @@ def test_tokens_are_the_same_with_graphs_and_without(ranks, attn_tp_size, dispat
     tokens: dict[bool, dict[int, tuple[int, ...]]] = {}
     for disabled in (True, False):
         limits = msgspec.structs.replace(LIMITS, disable_cuda_graph=disabled)
-        with RankGang(config_of(random_models["qwen3_moe"], ranks, attn_tp_size, dispatch, limits)) as gang:
-            by_rank = gang.call(run_script, arrivals, 12)
+        with ForkedRanks(config_of(random_models["qwen3_moe"], ranks, attn_tp_size, dispatch, limits)) as rank_set:
+            by_rank = rank_set.call(run_script, arrivals, 12)
         tokens[disabled] = {key: ids for generated in by_rank for key, ids in generated.token_ids.items()}
         for generated in by_rank:
             small = [
@@ -399,8 +399,8 @@ def capture_and_count_collectives(engine: RankEngine) -> list[tuple[str, int, in
     return stages
 
 
-def test_h16_capture_advances_a_recorded_group_by_the_recorded_collectives_and_nothing_else(plain_gangs):
-    by_rank = plain_gangs[2].call(capture_and_count_collectives)
+def test_h16_capture_advances_a_recorded_group_by_the_recorded_collectives_and_nothing_else(rank_sets):
+    by_rank = rank_sets[2].call(capture_and_count_collectives)
     assert by_rank[0] == by_rank[1]
     assert {name for name, _, _ in by_rank[0]} == {"agree", "begin", "warm_up", "record", "end", "commit"}
     for name, advanced, listed in by_rank[0]:
@@ -414,7 +414,7 @@ def rehearse_and_count_collectives(engine: RankEngine) -> tuple[int, int]:
     return dist.group.WORLD._get_sequence_number_for_group() - before, sum(len(one.collectives) for one in rehearsed)
 
 
-def test_h16_a_rehearsal_lists_collectives_and_sends_none(plain_gangs):
-    for advanced, listed in plain_gangs[2].call(rehearse_and_count_collectives):
+def test_h16_a_rehearsal_lists_collectives_and_sends_none(rank_sets):
+    for advanced, listed in rank_sets[2].call(rehearse_and_count_collectives):
         assert advanced == 0
         assert listed > 0

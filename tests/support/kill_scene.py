@@ -71,7 +71,7 @@ def load_of(rng: random.Random, num_requests: int) -> tuple[list[list[int]], lis
 
 def on_rank(pool: ExpertPool, rank: int, function: Any, *args: Any) -> Any:
     """What `function(engine, *args)` returns in the actor of this rank."""
-    actors = get_answer(pool._driver.__ray_call__.remote(lambda driver: driver._gang.actors))
+    actors = get_answer(pool._driver.__ray_call__.remote(lambda driver: driver._rank_set.actors))
     return get_answer(actors[rank].__ray_call__.remote(lambda actor: function(actor._engine, *args)))
 
 

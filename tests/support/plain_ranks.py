@@ -34,7 +34,7 @@ LOOK_S = 0.5
 
 
 class PlainRanks:
-    """A gang of ranks; use it as a context manager.
+    """A set of forked ranks; use it as a context manager.
 
     Args:
         config: as for a pool.
@@ -109,7 +109,7 @@ class PlainRanks:
         return content
 
 
-class RankGang:
+class ForkedRanks:
     """Loaded ranks that wait for functions to run in them; use it as a context manager.
 
     Args:
@@ -131,7 +131,7 @@ class RankGang:
             for rank in range(world_size)
         ]
 
-    def __enter__(self) -> "RankGang":
+    def __enter__(self) -> "ForkedRanks":
         for process in self.processes:
             process.start()
         try:
@@ -190,9 +190,9 @@ class RankGang:
 
 
 def run_on_ranks(config: PoolConfig, function: Callable[..., Any], *args: Any, graphs: bool = True) -> list[Any]:
-    """What `function(engine, *args)` returns on each rank of a gang started for it; see `RankGang.call`."""
-    with RankGang(config, graphs) as gang:
-        return gang.call(function, *args)
+    """What `function(engine, *args)` returns on each rank of a set started for it; see `ForkedRanks.call`."""
+    with ForkedRanks(config, graphs) as rank_set:
+        return rank_set.call(function, *args)
 
 
 def _gang_main(

@@ -21,7 +21,7 @@ LEAVE_S = 10.0
 
 
 @pytest.fixture(scope="module")
-def gang(random_models) -> Iterator[PlainRanks]:
+def rank_set(random_models) -> Iterator[PlainRanks]:
     """Four ranks, each with a batch of its own."""
     with PlainRanks(PoolConfig(model=random_models["qwen3_moe"], ranks=RANKS)) as ranks:
         yield ranks
@@ -31,24 +31,24 @@ def greedy(num_tokens: int) -> SamplingParams:
     return SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
 
 
-def settled_stats(gang: PlainRanks) -> dict[int, RankStats]:
+def settled_stats(rank_set: PlainRanks) -> dict[int, RankStats]:
     """Counters of all ranks once they stand still: as many steps on each."""
-    while len(gang.stats) < RANKS or len({stats.steps for stats in gang.stats.values()}) > 1:
-        _, stats = gang._report()
-        gang.stats[stats.dp_rank] = stats
-    return dict(gang.stats)
+    while len(rank_set.stats) < RANKS or len({stats.steps for stats in rank_set.stats.values()}) > 1:
+        _, stats = rank_set._report()
+        rank_set.stats[stats.dp_rank] = stats
+    return dict(rank_set.stats)
 
 
-def cpu_seconds(gang: PlainRanks) -> list[float]:
-    times = [psutil.Process(process.pid).cpu_times() for process in gang.processes]
+def cpu_seconds(rank_set: PlainRanks) -> list[float]:
+    times = [psutil.Process(process.pid).cpu_times() for process in rank_set.processes]
     return [one.user + one.system for one in times]
 
 
-def test_h4_idle_ranks_run_every_step_of_the_one_that_is_busy(gang, references):
+def test_h4_idle_ranks_run_every_step_of_the_one_that_is_busy(rank_set, references):
     prompt = [5, 17, 42, 99]
-    before = settled_stats(gang) if gang.stats else {rank: RankStats(rank) for rank in range(RANKS)}
-    [completion] = gang.generate([prompt], greedy(200))
-    after = settled_stats(gang)
+    before = settled_stats(rank_set) if rank_set.stats else {rank: RankStats(rank) for rank in range(RANKS)}
+    [completion] = rank_set.generate([prompt], greedy(200))
+    after = settled_stats(rank_set)
 
     assert len(completion.token_ids) == 200
     expected = references["qwen3_moe"].greedy(prompt, 30)
@@ -59,16 +59,16 @@ def test_h4_idle_ranks_run_every_step_of_the_one_that_is_busy(gang, references):
         assert after[rank].generated_tokens == before[rank].generated_tokens
 
 
-def test_h8_idle_ranks_take_no_cpu_and_wake_together_again_and_again(gang, references):
+def test_h8_idle_ranks_take_no_cpu_and_wake_together_again_and_again(rank_set, references):
     expected = references["qwen3_moe"].greedy([7, 8, 9], 10)
     for num_prompts in (1, RANKS, 2):
-        completions = gang.generate([[7, 8, 9]] * num_prompts, SamplingParams(max_new_tokens=10))
+        completions = rank_set.generate([[7, 8, 9]] * num_prompts, SamplingParams(max_new_tokens=10))
         assert [completion.token_ids for completion in completions] == [expected] * num_prompts
-        settled_stats(gang)
+        settled_stats(rank_set)
 
-        before = cpu_seconds(gang)
+        before = cpu_seconds(rank_set)
         time.sleep(IDLE_S)
-        spent = [end - start for start, end in zip(before, cpu_seconds(gang), strict=True)]
+        spent = [end - start for start, end in zip(before, cpu_seconds(rank_set), strict=True)]
 
         assert max(spent) < IDLE_CPU_S, f"CPU seconds of each rank in {IDLE_S} idle seconds: {spent}"
 
@@ -102,9 +102,9 @@ def test_an_order_to_leave_is_kept_though_it_overtakes_the_call_that_begins_the_
 
 
 @pytest.mark.parametrize("lengths", [(1, 3, 17, 40, 64, 150, 300), (40,)], ids=["7_prompts", "1_prompt"])
-def test_h17_any_number_of_prompts_finishes_on_four_ranks(lengths, gang, references):
+def test_h17_any_number_of_prompts_finishes_on_four_ranks(lengths, rank_set, references):
     prompts = [[(7 * length + 3 * position) % 126 + 2 for position in range(length)] for length in lengths]
-    completions = gang.generate(prompts, SamplingParams(max_new_tokens=16))
+    completions = rank_set.generate(prompts, SamplingParams(max_new_tokens=16))
     for prompt, completion in zip(prompts, completions, strict=True):
         assert completion.token_ids == references["qwen3_moe"].greedy(prompt, 16), len(prompt)
 

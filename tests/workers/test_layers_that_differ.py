@@ -13,7 +13,7 @@ from expert_pool.workers.model.checkpoint import absent_expert_weights, check_we
 from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.model.spec import MoeShape
 from models import VOCAB_SIZE
-from plain_ranks import RankGang
+from plain_ranks import ForkedRanks
 from rank_insides import dispatcher_of, run_script
 
 NEW_TOKENS = 10
@@ -27,7 +27,7 @@ CASES = [(family, *layout) for family in SHAPES for layout in LAYOUTS]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}ranks-tp{case[2]}-{case[3]}")
-def gang(request: pytest.FixtureRequest, random_models: dict[str, str]) -> Iterator[RankGang]:
+def rank_set(request: pytest.FixtureRequest, random_models: dict[str, str]) -> Iterator[ForkedRanks]:
     family, ranks, attn_tp_size, dispatch = request.param
     config = PoolConfig(
         model=random_models[family],
@@ -45,7 +45,7 @@ def gang(request: pytest.FixtureRequest, random_models: dict[str, str]) -> Itera
         ),
         cache=CacheConfig(num_tokens=1024),
     )
-    with RankGang(config) as ranks_of_case:
+    with ForkedRanks(config) as ranks_of_case:
         yield ranks_of_case
 
 
@@ -74,12 +74,12 @@ def exchange_of(engine: RankEngine) -> tuple[int, int] | None:
     return buffers and (buffers.budget.send_bytes, buffers.budget.combine_bytes)
 
 
-def test_h15_a_model_of_two_kinds_of_layers_generates_as_transformers_does_and_replays(gang, references):
-    dp_size, spec = gang.rank_config.layout.dp_size, gang.rank_config.spec
+def test_h15_a_model_of_two_kinds_of_layers_generates_as_transformers_does_and_replays(rank_set, references):
+    dp_size, spec = rank_set.rank_config.layout.dp_size, rank_set.rank_config.spec
     prompts = [[(7 * n + 3 * place) % (VOCAB_SIZE - 2) + 2 for place in range(n)] for n in (1, 9, 40, 70, 5, 3, 17, 2)]
     # The DP ranks hold different numbers, and all at once are within the largest bucket.
     split = [prompts[: 2 + dp_rank] if dp_rank == 0 else prompts[2:6] for dp_rank in range(dp_size)]
-    by_rank = gang.call(run_script, [{0: mine} for mine in split], NEW_TOKENS, False)
+    by_rank = rank_set.call(run_script, [{0: mine} for mine in split], NEW_TOKENS, False)
     tokens = {key: ids for generated in by_rank for key, ids in generated.token_ids.items()}
     family = spec.model_type
     asked = [prompt for mine in split for prompt in mine]
@@ -91,12 +91,12 @@ def test_h15_a_model_of_two_kinds_of_layers_generates_as_transformers_does_and_r
         assert len(decodes) >= NEW_TOKENS - 1
         assert all(step.graph is not None and step.graph.kind == "decode" for step in decodes)
 
-    rows = gang.rank_config.capacity * gang.rank_config.layout.world_size
+    rows = rank_set.rank_config.capacity * rank_set.rank_config.layout.world_size
     sizes = {
         (rows * max(f.row_bytes for f in row_formats(spec)), rows * max(f.hidden_bytes for f in row_formats(spec)))
     }
-    expected = {None} if gang.rank_config.layout.world_size == 1 else sizes
-    assert set(gang.call(exchange_of)) == expected
+    expected = {None} if rank_set.rank_config.layout.world_size == 1 else sizes
+    assert set(rank_set.call(exchange_of)) == expected
 
 
 def test_weights_of_single_experts_are_counted_by_layer():

@@ -10,7 +10,7 @@ from expert_pool.workers.request import Completion, Request
 from expert_pool.workers.scheduling.scheduler import BatchKind, ScheduledBatch, Scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_ranks import PlainRanks, RankGang
+from plain_ranks import ForkedRanks, PlainRanks
 from rank_insides import run_script
 
 VOCAB_SIZE, EOS = 1000, 999
@@ -146,9 +146,9 @@ def test_with_overlap_every_decode_step_still_replays(ranks, random_models, refe
         limits=Limits(max_running_requests=3, cuda_graph_bs=(1, 2, 3)),
         worker=OVERLAP,
     )
-    with RankGang(config) as gang:
+    with ForkedRanks(config) as rank_set:
         arrivals = [{0: [[3, 4]], 2: [[5, 6, 7]]}, {1: [[9] * 9]}][:ranks]
-        by_rank = gang.call(run_script, arrivals, 12)
+        by_rank = rank_set.call(run_script, arrivals, 12)
     tokens = {key: ids for generated in by_rank for key, ids in generated.token_ids.items()}
     for key, prompt in enumerate([[3, 4], [5, 6, 7], [9] * 9][: len(tokens)]):
         expected = references["qwen3_moe"].greedy(prompt, 12)

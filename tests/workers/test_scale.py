@@ -9,7 +9,7 @@ import ray
 from conftest import Reference
 from expert_pool.cluster import CacheConfig, ExpertPool, Limits, PoolConfig, RecoveryConfig, SamplingParams
 from models import VOCAB_SIZE, save_random_model
-from plain_ranks import RankGang
+from plain_ranks import ForkedRanks
 from rank_insides import run_script
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -58,8 +58,8 @@ def test_many_ranks_generate_as_transformers_does(ranks, attn_tp_size, dispatch,
     dp_size = config.layout.dp_size
     prompts = prompts_of(2 * max(1, dp_size // 2))
     split = [prompts[2 * dp_rank : 2 * dp_rank + 2] for dp_rank in range(dp_size)]
-    with RankGang(config) as gang:
-        by_rank = gang.call(run_script, [{0: mine} for mine in split], NEW_TOKENS, False)
+    with ForkedRanks(config) as rank_set:
+        by_rank = rank_set.call(run_script, [{0: mine} for mine in split], NEW_TOKENS, False)
     tokens = {key: token_ids for generated in by_rank for key, token_ids in generated.token_ids.items()}
     assert tokens == {index: reference.greedy(prompt, NEW_TOKENS) for index, prompt in enumerate(prompts)}
     assert all(any(step.graph is not None for step in generated.steps) for generated in by_rank)

@@ -14,7 +14,7 @@ import ray
 from expert_pool.cluster import ExpertPool, PoolConfig, RankError, RecoveryConfig, SamplingParams, WorkerConfig
 from expert_pool.cluster.driver import handle as driver_handle
 from expert_pool.cluster.driver.handle import get_answer
-from expert_pool.cluster.ranks import pulse
+from expert_pool.cluster.ranks import liveness
 from expert_pool.cluster.ranks.failure import SilentRank, describe_failure
 from expert_pool.cluster.ray_session.ray_internals import process_of
 from expert_pool.workers.engine import RankEngine
@@ -76,9 +76,11 @@ def test_a_rank_that_hangs_in_a_capture_takes_the_pool_down(stage, session, rand
     config = PoolConfig(model=random_models["qwen3_moe"], ranks=2, recovery=RecoveryConfig(max_restarts=0))
     with ExpertPool.launch(config) as pool:
         processes = [psutil.Process(place.pid) for place in pool.status().places]
-        set_deadline = pool._driver.__ray_call__.remote(lambda driver: setattr(driver._gang, "_start_timeout_s", 2.0))
+        set_deadline = pool._driver.__ray_call__.remote(
+            lambda driver: setattr(driver._rank_set, "_start_timeout_s", 2.0)
+        )
         get_answer(set_deadline)
-        actors = get_answer(pool._driver.__ray_call__.remote(lambda driver: driver._gang.actors))
+        actors = get_answer(pool._driver.__ray_call__.remote(lambda driver: driver._rank_set.actors))
         get_answer(actors[1].__ray_call__.remote(lambda actor: hang_in(actor._engine.graphs, stage)))
         with pytest.raises(RankError, match=rf"ranks \[.*1\] did not finish {stage}.* within"):
             get_answer(pool._driver.recapture.remote())
@@ -121,11 +123,11 @@ class Frozen:
 
 def test_a_process_that_never_answers_is_silent_and_one_that_is_not_there_yet_is_not(session, monkeypatch):
     """Ray may look for a place for long; once it has started a process, that has to answer."""
-    monkeypatch.setattr(pulse, "_START_S", 2.0)
+    monkeypatch.setattr(liveness, "_START_S", 2.0)
     frozen, placeless = Frozen.remote(), Frozen.options(num_cpus=100).remote()
 
     async def listen() -> None:
-        signs = pulse.Pulse()
+        signs = liveness.LivenessCheck()
         signs.begin([placeless, frozen], step_timeout_s=0.0)
         with pytest.raises(SilentRank, match="no answer for 2 s"):
             await signs.while_there(1, never())

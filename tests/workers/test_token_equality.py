@@ -14,7 +14,7 @@ from expert_pool.graphs.plan import CapturePlan
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.step_plan import EAGER_NO_GRAPHS
 from models import FAMILIES, VOCAB_SIZE
-from plain_ranks import RankGang
+from plain_ranks import ForkedRanks
 from rank_insides import Generated, run_script
 
 PROMPT_LENGTHS = (1, 3, 17, 40, 64, 150, 300)
@@ -60,9 +60,9 @@ def test_greedy_tokens_equal_transformers(family, ranks, attn_tp_size, dispatch,
     dp_size = config.layout.dp_size
     split = [prompts_of(PROMPT_LENGTHS)[dp_rank::dp_size] for dp_rank in range(dp_size)]
     arrivals = [{0: mine} for mine in split]
-    with RankGang(config) as gang:
-        replayed = gang.call(run_script, arrivals, NEW_TOKENS, False)
-        eager = gang.call(without_graphs, arrivals, NEW_TOKENS, False)
+    with ForkedRanks(config) as rank_set:
+        replayed = rank_set.call(run_script, arrivals, NEW_TOKENS, False)
+        eager = rank_set.call(without_graphs, arrivals, NEW_TOKENS, False)
 
     expected = [references[family].greedy(prompt, NEW_TOKENS) for mine in split for prompt in mine]
     assert tokens_of(replayed) == tokens_of(eager) == dict(enumerate(expected))

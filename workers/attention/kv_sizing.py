@@ -27,7 +27,7 @@ from ..request import Request, SamplingParams
 from ..scheduling.inputs import StepInputs
 from ..scheduling.sampler import sample
 from ..scheduling.scheduler import BatchKind
-from ..scheduling.sequence import RunningRequest
+from ..scheduling.sequence import TokenSequence
 from ..sizes.attention import GRAPH_BYTES
 from ..sizes.kv_blocks import PADDING_BLOCK, PADDING_SLOT, block_bytes, blocks_of_context, least_blocks
 from ..sizes.step_inputs import static_bytes
@@ -233,7 +233,7 @@ def run_largest_step(config: RankConfig, target: TargetModel, agreement: Agreeme
     sample(logits_NV, [_widest_draw(config)] * logits_NV.shape[0])
 
 
-def _widest_draw(config: RankConfig) -> RunningRequest:
+def _widest_draw(config: RankConfig) -> TokenSequence:
     """A request whose sampling takes the most memory: no limit is one that leaves a step of it out."""
     sampling = SamplingParams(temperature=1.0, top_k=max(1, config.spec.vocab_size - 1), top_p=0.9, seed=0)
-    return RunningRequest(Request(0, (0,), sampling), config.spec.context_length, None)
+    return TokenSequence(Request(0, (0,), sampling), config.spec.context_length, None)

@@ -48,7 +48,7 @@ class Settled:
     lines: tuple[str, ...]
 
 
-class PathChoice:
+class PathSelection:
     """Settles the path of one rank, once its model is loaded.
 
     Args:

@@ -9,7 +9,7 @@ import numpy
 import torch
 
 from ..request import SamplingParams
-from .sequence import RunningRequest
+from .sequence import TokenSequence
 
 NOT_FINITE = -1
 """Stands for a token where the logits of a row are not finite."""
@@ -29,7 +29,7 @@ def greedy(logits_NV: torch.Tensor) -> torch.Tensor:
 
 
 def sample(
-    logits_NV: torch.Tensor, sequences: list[RunningRequest], greedy_N: torch.Tensor | None = None
+    logits_NV: torch.Tensor, sequences: list[TokenSequence], greedy_N: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The next token of each sequence.
 
@@ -64,7 +64,7 @@ def _draws(sampling: SamplingParams) -> bool:
     return sampling.temperature > 0.0 and sampling.top_k != 1
 
 
-def _draw(logits_MV: torch.Tensor, sequences: list[RunningRequest]) -> torch.Tensor:
+def _draw(logits_MV: torch.Tensor, sequences: list[TokenSequence]) -> torch.Tensor:
     """`[M]` tokens drawn from `[M, V]` logits, each by its sequence's own settings, seed and position."""
     sampling, vocab_size, device = [one.request.sampling for one in sequences], logits_MV.shape[1], logits_MV.device
 
@@ -93,7 +93,7 @@ def _draw(logits_MV: torch.Tensor, sequences: list[RunningRequest]) -> torch.Ten
     return torch.where(index_M < vocab_size, index_M, weights_MV.argmax(dim=-1))
 
 
-def _uniform_of(sequence: RunningRequest) -> float:
+def _uniform_of(sequence: TokenSequence) -> float:
     seed = sequence.request.sampling.seed
     assert seed is not None, "the driver gives every sampled request a seed"
     return uniform(seed, sequence.num_generated)

@@ -21,7 +21,7 @@ from ...dispatch.budgets.limits import Limits
 from ..attention.kv_cache import BlockAllocator
 from ..request import Completion, Progress, Request
 from .continued_text import Decode
-from .sequence import RunningRequest
+from .sequence import TokenSequence
 
 
 class BatchKind(enum.IntEnum):
@@ -40,12 +40,12 @@ class Slice:
         reaches_end: whether the step yields the sequence's next token; a chunk in the middle of a prompt does not.
     """
 
-    sequence: RunningRequest
+    sequence: TokenSequence
     num_tokens: int
     reaches_end: bool
 
     @classmethod
-    def of(cls, sequence: RunningRequest, num_tokens: int) -> "Slice":
+    def of(cls, sequence: TokenSequence, num_tokens: int) -> "Slice":
         return cls(sequence, num_tokens, num_tokens == sequence.num_uncomputed)
 
 
@@ -101,8 +101,8 @@ class Scheduler:
         self._decode = decode
         self._prefills_whole = limits.chunked_prefill_size == 0
         self._max_cached_tokens = allocator.num_free * allocator.block_size
-        self._waiting: deque[RunningRequest] = deque()
-        self._running: list[RunningRequest] = []
+        self._waiting: deque[TokenSequence] = deque()
+        self._running: list[TokenSequence] = []
         self.num_preemptions = 0
 
     @property
@@ -124,7 +124,7 @@ class Scheduler:
     def add(self, request: Request) -> Completion | None:
         """Queue a request; one that can never run is answered at once with an error."""
         problem = self._problem(request)
-        sequence = RunningRequest(request, self._max_length(request), self._decode)
+        sequence = TokenSequence(request, self._max_length(request), self._decode)
         if problem is not None:
             return sequence.completion("error", problem)
         self._waiting.append(sequence)
@@ -213,17 +213,17 @@ class Scheduler:
             while sequence in self._running and not self._allocator.grow(sequence.blocks, sequence.num_tokens):
                 self._preempt(self._running[-1])
 
-    def _preempt(self, sequence: RunningRequest) -> None:
+    def _preempt(self, sequence: TokenSequence) -> None:
         self._withdraw(sequence)
         sequence.num_computed = 0
         self._waiting.appendleft(sequence)
         self.num_preemptions += 1
 
-    def _remove(self, sequence: RunningRequest) -> None:
+    def _remove(self, sequence: TokenSequence) -> None:
         self._withdraw(sequence)
         sequence.is_over = True
 
-    def _withdraw(self, sequence: RunningRequest) -> None:
+    def _withdraw(self, sequence: TokenSequence) -> None:
         """Out of its queue and its blocks: steps under way still write these, but before any step that is to come."""
         self._allocator.release(sequence.blocks)
         (self._running if sequence in self._running else self._waiting).remove(sequence)

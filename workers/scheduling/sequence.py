@@ -8,7 +8,7 @@ from ..request import Completion, FinishReason, Progress, Request
 from .continued_text import ContinuedText, Decode
 
 
-class RunningRequest:
+class TokenSequence:
     """A request under way.
 
     Args:

@@ -23,7 +23,7 @@ from ..model.spec import ModelSpec
 from ..observing.reporter import StepReporter
 from ..observing.trace import StepTrace
 from ..path_selection.candidates import loading_path, path_check, path_maker
-from ..path_selection.selection import PathChoice
+from ..path_selection.selection import PathSelection
 from ..rank_config import LoadReport, RankConfig
 from ..scheduling.continued_text import Decode
 from ..scheduling.scheduler import Scheduler
@@ -84,7 +84,7 @@ def load(
     dense_bytes = sum(parameter.nbytes for parameter in model.parameters()) - own_experts
     hosts = HostGroup(joined.host_group, rank)
     check = path_check(config, hosts, exchange.path, device)
-    settled = PathChoice(config, maker, hosts, make_backend(device), check).settle(model, exchange)
+    settled = PathSelection(config, maker, hosts, make_backend(device), check).settle(model, exchange)
     exchange.path = path = settled.path
     agreement = Agreement(joined.host_group, layout)
     if config.gpu_memory_utilization is not None:

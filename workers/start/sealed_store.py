@@ -51,7 +51,7 @@ class SealedStore(dist.Store):
     def get(self, key: str) -> bytes:
         """
         Raises:
-            RankError: what is there was not written by a rank of this gang.
+            RankError: what is there was not written by a rank of this set.
         """
         return self._opened(key, self._store.get(self._name(key)))
 

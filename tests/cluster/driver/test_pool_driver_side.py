@@ -22,7 +22,7 @@ from expert_pool.cluster.driver.handle import own_error
 from expert_pool.cluster.driver.states import DriverState, may_follow
 from expert_pool.cluster.ranks.capture import CaptureOutcome, DroppedEntry
 from expert_pool.cluster.ranks.failure import LOST, answer_of, describe_failure
-from expert_pool.cluster.ranks.gang import Gang, _readable
+from expert_pool.cluster.ranks.rank_set import RankSet, _readable
 from expert_pool.cluster.requests.router import Router
 from expert_pool.cluster.requests.tokens import tokenize
 from expert_pool.dispatch.errors import ConfigError, DriverRestartError
@@ -201,18 +201,18 @@ def test_however_ray_names_the_end_of_a_process_the_rank_died_and_may_be_started
     lost_peer = RuntimeError("Connection closed by peer")
     said = str(describe_failure({0: lost_peer, 1: loss}, "during load"))
     assert said == f"rank 1 died during load: {loss}"
-    gang = Gang(None, {}, 1.0, {})
-    gang._note_losses({0: lost_peer, 1: loss})
-    assert gang.has_lost_a_process
+    rank_set = RankSet(None, {}, 1.0, {})
+    rank_set._note_losses({0: lost_peer, 1: loss})
+    assert rank_set.has_lost_a_process
     assert isinstance(own_error(loss), RankError)
     assert not isinstance(own_error(loss), DriverRestartError)
     assert str(own_error(loss)) == f"the pool's driver actor died for good: {loss}"
 
 
 def test_a_rank_that_raises_while_it_is_made_is_no_loss():
-    gang = Gang(None, {}, 1.0, {})
-    gang._note_losses({0: ActorDiedError(RayTaskError("Rank.__init__", "traceback", ValueError("odd")))})
-    assert not gang.has_lost_a_process
+    rank_set = RankSet(None, {}, 1.0, {})
+    rank_set._note_losses({0: ActorDiedError(RayTaskError("Rank.__init__", "traceback", ValueError("odd")))})
+    assert not rank_set.has_lost_a_process
 
 
 LOST_ANSWERS = [kind("ab" * 14, None, "") for kind in (ObjectLostError, OwnerDiedError, ObjectFetchTimedOutError)]

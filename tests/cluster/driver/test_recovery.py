@@ -215,16 +215,16 @@ def status_of(pool: ExpertPool) -> str:
 
 def let_two_ranks_miss_memory(driver: Driver) -> None:
     """The driver itself finds no memory as soon as there are two ranks to start."""
-    fleet = driver._life.fleet
-    start_gang = fleet.start_gang
+    pool_ranks = driver._life.pool_ranks
+    start_ranks = pool_ranks.start_ranks
 
     async def start(begin_stage: Callable[[DriverState], None]) -> AsyncIterator[str]:
-        if fleet.config.layout.world_size == 2:
+        if pool_ranks.config.layout.world_size == 2:
             raise MemoryError("no room")
-        async for line in start_gang(begin_stage):
+        async for line in start_ranks(begin_stage):
             yield line
 
-    fleet.start_gang = start
+    pool_ranks.start_ranks = start
 
 
 def test_pauses_double_up_to_their_bound_and_old_restarts_no_longer_count():

@@ -250,7 +250,7 @@ def test_a_trace_has_every_step_of_every_rank_on_one_clock(pool, tmp_path, tiny_
 
 def test_a_rank_gives_signs_of_life_while_it_hands_out_a_trace(pool):
     """A million steps take seconds to hand out, and a rank that is silent for as long is ended as frozen."""
-    actor = get_answer(pool._driver.__ray_call__.remote(lambda driver: driver._gang.actors))[0]
+    actor = get_answer(pool._driver.__ray_call__.remote(lambda driver: driver._rank_set.actors))[0]
 
     def be_slow(rank: Any) -> None:
         engine = rank._engine

@@ -27,10 +27,10 @@ from expert_pool.cluster import (
 )
 from expert_pool.cluster.cli.commands import main
 from expert_pool.cluster.driver.lifecycle import Lifecycle
-from expert_pool.cluster.driver.moves import Mover
+from expert_pool.cluster.driver.moves import RankMoves
 from expert_pool.cluster.driver.states import DriverState
 from expert_pool.cluster.planning.validation import validate
-from expert_pool.cluster.ranks.fleet import Fleet
+from expert_pool.cluster.ranks.pool_ranks import PoolRanks
 from expert_pool.workers.rank_config import RankConfig
 from models import replace_weights
 from rank_logs import said_by
@@ -236,13 +236,13 @@ def test_a_pool_whose_weights_were_replaced_does_not_go_on_with_others(random_mo
 
 def test_a_search_that_finds_no_places_changes_no_size(random_models, monkeypatch):
     """Sizes down to `min_ranks` are tried; the next search is for all ranks again."""
-    monkeypatch.setattr("expert_pool.cluster.ranks.fleet.AT_ONCE_S", 0.2)
+    monkeypatch.setattr("expert_pool.cluster.ranks.pool_ranks.AT_ONCE_S", 0.2)
     placement = PlacementConfig(cpus_per_rank=3, timeout_s=0.2)
     config = PoolConfig(model=random_models["qwen3_moe"], ranks=4, min_ranks=1, placement=placement)
-    fleet = Fleet(validate(config), config, {})
+    pool_ranks = PoolRanks(validate(config), config, {})
 
     async def search() -> None:
-        async for _ in fleet.place_anew():
+        async for _ in pool_ranks.place_anew():
             pass
 
     for _ in range(2):
@@ -273,9 +273,9 @@ def test_a_bug_on_the_way_back_from_a_resize_ends_the_pool(random_models):
     async def go_back() -> None:
         life = Lifecycle(validate(config), config, {})
         life.state = DriverState.RESIZING
-        life.fleet.return_to = no_way_back
+        life.pool_ranks.return_to = no_way_back
         with pytest.raises(RankError, match=r"^moving the ranks failed: ValueError: odd$") as raised:
-            await Mover(life, config)._go_back(life.fleet.config, ConfigError("the other size cannot work"))
+            await RankMoves(life, config)._go_back(life.pool_ranks.config, ConfigError("the other size cannot work"))
         assert (life.state, life.failure) == (DriverState.FAILED, raised.value)
 
     asyncio.run(go_back())

@@ -66,7 +66,7 @@ def test_every_rank_sees_what_the_launching_process_and_the_configuration_set(se
         worker=WorkerConfig(environment=configured),
     )
     with ExpertPool.launch(config) as pool:
-        actors = ray.get(pool._driver.__ray_call__.remote(lambda driver: driver._gang.actors))
+        actors = ray.get(pool._driver.__ray_call__.remote(lambda driver: driver._rank_set.actors))
         names = ("NCCL_POOL_TEST", "TRITON_POOL_TEST", "ANY_NAME", "POOL_TEST")
         read = [actor.__ray_call__.remote(lambda _: {name: os.environ.get(name) for name in names}) for actor in actors]
         seen = ray.get(read)

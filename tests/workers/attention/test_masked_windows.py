@@ -9,7 +9,7 @@ from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.model.probe import window_of
 from models import FAMILIES, VOCAB_SIZE, WINDOW_IN_MASK
-from plain_ranks import RankGang
+from plain_ranks import ForkedRanks
 from rank_insides import Generated, run_script, target_of
 from transformers.masking_utils import (
     bidirectional_mask_function,
@@ -94,8 +94,8 @@ def test_tokens_are_those_of_transformers_beyond_the_window(family, random_model
     )
     prompts = [[(7 * size + 3 * place) % (VOCAB_SIZE - 2) + 2 for place in range(size)] for size in LENGTHS]
     split = [prompts[dp_rank::2] for dp_rank in range(2)]
-    with RankGang(config) as gang:
-        runs = [gang.call(run, [{0: mine} for mine in split], NEW_TOKENS, False) for run in (run_script, gathered)]
+    with ForkedRanks(config) as rank_set:
+        runs = [rank_set.call(run, [{0: mine} for mine in split], NEW_TOKENS, False) for run in (run_script, gathered)]
     expected = [references[family].greedy(prompt, NEW_TOKENS) for mine in split for prompt in mine]
     for by_rank in runs:
         tokens = {key: token_ids for generated in by_rank for key, token_ids in generated.token_ids.items()}

@@ -28,8 +28,8 @@ from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.path_selection.calibration import calibrate
 from expert_pool.workers.path_selection.candidates import loading_path, path_check, path_maker
 from expert_pool.workers.path_selection.layer_timer import LayerTimer
-from expert_pool.workers.path_selection.selection import PathChoice, Settled, moe_layers
-from plain_ranks import RankGang
+from expert_pool.workers.path_selection.selection import PathSelection, Settled, moe_layers
+from plain_ranks import ForkedRanks
 from rank_faults import OTHER_TABLE, other_table, replaced
 from rank_insides import path_of, run_script, target_of
 from running_disagreement import WITHIN_S, disagree_while_running
@@ -53,9 +53,9 @@ def config_of(model: str, tuning: Tuning) -> PoolConfig:
 
 
 @pytest.fixture(scope="module")
-def gang(random_models: dict[str, str]) -> Iterator[RankGang]:
+def rank_set(random_models: dict[str, str]) -> Iterator[ForkedRanks]:
     """Two ranks with a pinned table of two paths; tests have them choose again."""
-    with RankGang(config_of(random_models["qwen3_moe"], Tuning(table=MIXED))) as ranks:
+    with ForkedRanks(config_of(random_models["qwen3_moe"], Tuning(table=MIXED))) as ranks:
         yield ranks
 
 
@@ -65,13 +65,13 @@ def choose_again(engine: RankEngine, **tuning: Any) -> Settled:
     return choice_of(engine, **tuning).settle(target.model, target._exchange)
 
 
-def choice_of(engine: RankEngine, **tuning: Any) -> PathChoice:
+def choice_of(engine: RankEngine, **tuning: Any) -> PathSelection:
     config = msgspec.structs.replace(engine.config, tuning=Tuning(repeats=1, **tuning))
     world = engine.joined.world
     maker = path_maker(config, engine.rank, engine.joined.collectives, world, engine.device)
     hosts = HostGroup(engine.joined.host_group, engine.rank)
     check = path_check(config, hosts, target_of(engine)._exchange.path, engine.device)
-    return PathChoice(config, maker, hosts, StaticReplayBackend(), check)
+    return PathSelection(config, maker, hosts, StaticReplayBackend(), check)
 
 
 def times(by_path: dict[str, tuple[float, ...]]) -> Callable[..., float]:
@@ -95,9 +95,9 @@ def table_though_clocks_differ(engine: RankEngine) -> list[tuple[int, str, float
     return [(row.rows, row.path, row.microseconds) for row in settled.path.table.rows]
 
 
-def test_all_ranks_take_what_is_best_on_the_slowest_of_them(gang):
+def test_all_ranks_take_what_is_best_on_the_slowest_of_them(rank_set):
     expected = [(1, "alltoall+torch", 2.0), (4, "allgather+torch", 1.0), (16, "alltoall+torch", 4.0)]
-    assert gang.call(table_though_clocks_differ) == [expected] * 2
+    assert rank_set.call(table_though_clocks_differ) == [expected] * 2
 
 
 def really_measured(engine: RankEngine) -> tuple[str, tuple[str, ...], bool]:
@@ -106,8 +106,8 @@ def really_measured(engine: RankEngine) -> tuple[str, tuple[str, ...], bool]:
     return settled.path.held.tuning, settled.lines, all(time is not None and time > 0 for time in took)
 
 
-def test_what_is_really_measured_is_one_table_for_all(gang):
-    first, second = gang.call(really_measured)
+def test_what_is_really_measured_is_one_table_for_all(rank_set):
+    first, second = rank_set.call(really_measured)
     assert first == second
     assert first[2]
     assert first[1][0].startswith("experts by table, measured, best of 2 paths")
@@ -120,9 +120,9 @@ def issued(engine: RankEngine) -> tuple[dict[int, tuple[int, ...]], list[tuple[i
     return generated.token_ids, steps
 
 
-def test_each_step_takes_the_path_of_its_rows_and_generates_the_same(gang, references):
+def test_each_step_takes_the_path_of_its_rows_and_generates_the_same(rank_set, references):
     tokens: dict[int, tuple[int, ...]] = {}
-    for generated, steps in gang.call(issued):
+    for generated, steps in rank_set.call(issued):
         tokens |= generated
         assert {rows for rows, _ in steps} == {1, 16}
         for rows, calls in steps:
@@ -138,15 +138,15 @@ def tuning_of_records(engine: RankEngine) -> tuple[str, set[str]]:
     }
 
 
-def test_the_table_is_part_of_what_a_recording_freezes(gang):
-    for tuning, recorded in gang.call(tuning_of_records):
+def test_the_table_is_part_of_what_a_recording_freezes(rank_set):
+    for tuning, recorded in rank_set.call(tuning_of_records):
         assert tuning == "all layers to 4: alltoall+torch; all layers to 16: allgather+torch"
         assert recorded == {tuning}
 
 
-def test_a_rank_with_another_table_is_an_error_on_every_rank(gang):
+def test_a_rank_with_another_table_is_an_error_on_every_rank(rank_set):
     table = "all layers to 4: alltoall+torch; all layers to 16: allgather+torch"
-    for message, seconds, _ in gang.call(disagree_while_running, other_table, 1):
+    for message, seconds, _ in rank_set.call(disagree_while_running, other_table, 1):
         assert f"tuning differs (rank 0: {table}, rank 1: {OTHER_TABLE})" in message
         assert seconds < WITHIN_S
 
@@ -162,9 +162,9 @@ def twice_with_a_cache(engine: RankEngine, path: str) -> tuple[str, str, str]:
     return first.path.held.tuning, second.path.held.tuning, second.lines[0]
 
 
-def test_a_cached_table_is_taken_without_measuring(gang, tmp_path):
+def test_a_cached_table_is_taken_without_measuring(rank_set, tmp_path):
     file = str(tmp_path / "tables" / "mine.json")
-    for first, second, line in gang.call(twice_with_a_cache, file):
+    for first, second, line in rank_set.call(twice_with_a_cache, file):
         assert first == second
         assert f"from tuning.cache={file}" in line
     [(key, rows)] = msgspec.json.decode(Path(file).read_bytes()).items()
@@ -180,10 +180,10 @@ def refusal_of(engine: RankEngine, tuning: dict[str, Any]) -> str:
     return "nothing was refused"
 
 
-def test_a_cache_that_rank_0_cannot_read_is_refused_on_every_rank(gang, tmp_path):
+def test_a_cache_that_rank_0_cannot_read_is_refused_on_every_rank(rank_set, tmp_path):
     file = tmp_path / "broken.json"
     file.write_text("{", "utf-8")
-    messages = gang.call(refusal_of, {"cache": str(file)})
+    messages = rank_set.call(refusal_of, {"cache": str(file)})
     assert messages[0] == messages[1]
     assert f"tuning.cache='{file}' cannot be read" in messages[0]
 
@@ -200,15 +200,17 @@ def without_a_home(engine: RankEngine, path: str) -> str:
         return refusal_of(engine, {"cache": path})
 
 
-def test_only_rank_0_needs_to_find_the_cache(gang, tmp_path):
-    assert gang.call(without_a_home, str(tmp_path / "mine.json"), deadline_s=WITHIN_S) == ["nothing was refused"] * 2
-    messages = gang.call(without_a_home, "~no-such-user/mine.json", deadline_s=WITHIN_S)
+def test_only_rank_0_needs_to_find_the_cache(rank_set, tmp_path):
+    assert (
+        rank_set.call(without_a_home, str(tmp_path / "mine.json"), deadline_s=WITHIN_S) == ["nothing was refused"] * 2
+    )
+    messages = rank_set.call(without_a_home, "~no-such-user/mine.json", deadline_s=WITHIN_S)
     assert messages[0] == messages[1]
     assert messages[0].startswith("tuning.cache='~no-such-user/mine.json' cannot be read: ")
 
 
-def test_a_pinned_table_above_the_bound_is_refused_on_every_rank(gang):
-    messages = gang.call(refusal_of, {"table": MIXED, "max_bytes": 100})
+def test_a_pinned_table_above_the_bound_is_refused_on_every_rank(rank_set):
+    messages = rank_set.call(refusal_of, {"table": MIXED, "max_bytes": 100})
     assert messages[0] == messages[1]
     assert "above tuning.max_bytes=100: raise it, or name fewer paths" in messages[0]
 
@@ -241,8 +243,8 @@ def without(engine: RankEngine, lost: str, how: str, faulty_rank: int) -> tuple[
 @pytest.mark.parametrize(
     ("how", "reason"), [("refuses", ""), ("cannot tell", "OSError: "), ("raises", "RuntimeError: ")]
 )
-def test_a_path_that_one_rank_cannot_take_is_dropped_on_all_with_the_reason(how, reason, gang):
-    for names, lines in gang.call(without, "alltoall+torch", how, 1):
+def test_a_path_that_one_rank_cannot_take_is_dropped_on_all_with_the_reason(how, reason, rank_set):
+    for names, lines in rank_set.call(without, "alltoall+torch", how, 1):
         assert names == ("allgather+torch",)
         assert f"alltoall+torch dropped on all ranks: rank 1: {reason}has no such thing" in lines
         assert lines[-1] == "all ranks fall back to allgather+torch"
@@ -265,15 +267,15 @@ def with_rows_wrong_on_one(engine: RankEngine, factor: float, tuning: dict[str, 
 
 
 @pytest.mark.parametrize(("factor", "error"), [(1.05, "0.05"), (0.0, "1"), (float("nan"), "inf")])
-def test_a_path_that_computes_something_else_is_dropped_on_all_with_the_error(factor, error, gang):
+def test_a_path_that_computes_something_else_is_dropped_on_all_with_the_error(factor, error, rank_set):
     reason = (
         "alltoall+torch dropped on all ranks: rank 0: ConfigError: on rank 1 it computes model.layers.0.mlp.experts "
         f"with a relative error of {error} to the plain experts, 0.03 at most can be rounding"
     )
-    for lines in gang.call(with_rows_wrong_on_one, factor, {}):
+    for lines in rank_set.call(with_rows_wrong_on_one, factor, {}):
         assert reason in lines
         assert lines[-1] == "all ranks fall back to allgather+torch"
-    messages = gang.call(with_rows_wrong_on_one, factor, {"table": MIXED})
+    messages = rank_set.call(with_rows_wrong_on_one, factor, {"table": MIXED})
     assert messages == [f"the table pinned by tuning.table cannot run: {reason}"] * 2
 
 
@@ -286,8 +288,8 @@ def cached_and_then_wrong(engine: RankEngine, file: str) -> tuple[tuple[str, ...
     return cached, lines
 
 
-def test_a_cached_table_with_a_path_that_fails_is_measured_anew(gang, tmp_path):
-    for cached, lines in gang.call(cached_and_then_wrong, str(tmp_path / "mine.json")):
+def test_a_cached_table_with_a_path_that_fails_is_measured_anew(rank_set, tmp_path):
+    for cached, lines in rank_set.call(cached_and_then_wrong, str(tmp_path / "mine.json")):
         assert cached == ("alltoall+torch", "allgather+torch")
         assert lines[0].startswith("experts by table, measured, best of 1 paths")
         assert lines[-1] == "all ranks fall back to allgather+torch"
@@ -312,8 +314,8 @@ def failing_while_it_measures(engine: RankEngine, faulty_rank: int) -> tuple[tup
 
 
 @pytest.mark.parametrize("faulty_rank", [0, 1])
-def test_a_rank_that_fails_while_all_measure_keeps_nobody_waiting(faulty_rank, gang):
-    for names, lines in gang.call(failing_while_it_measures, faulty_rank, deadline_s=WITHIN_S):
+def test_a_rank_that_fails_while_all_measure_keeps_nobody_waiting(faulty_rank, rank_set):
+    for names, lines in rank_set.call(failing_while_it_measures, faulty_rank, deadline_s=WITHIN_S):
         assert names == ("alltoall+torch",)
         assert f"allgather+torch dropped on all ranks: rank {faulty_rank}: RuntimeError: out of memory" in lines
 
@@ -337,8 +339,8 @@ def failing_while_it_tunes(engine: RankEngine, faulty_rank: int) -> tuple[tuple[
 
 
 @pytest.mark.parametrize("faulty_rank", [0, 1])
-def test_a_rank_that_fails_while_all_tune_keeps_nobody_waiting(faulty_rank, gang):
-    for names, lines in gang.call(failing_while_it_tunes, faulty_rank, deadline_s=WITHIN_S):
+def test_a_rank_that_fails_while_all_tune_keeps_nobody_waiting(faulty_rank, rank_set):
+    for names, lines in rank_set.call(failing_while_it_tunes, faulty_rank, deadline_s=WITHIN_S):
         assert names == ("alltoall+torch",)
         assert f"allgather+torch dropped on all ranks: rank {faulty_rank}: RuntimeError: no tile runs" in lines
 
@@ -355,8 +357,8 @@ def out_of_reach(engine: RankEngine) -> str:
         return refusal_of(engine, {})
 
 
-def test_where_no_path_reaches_the_largest_step_the_dropped_ones_are_named(gang):
-    for message in gang.call(out_of_reach, deadline_s=WITHIN_S):
+def test_where_no_path_reaches_the_largest_step_the_dropped_ones_are_named(rank_set):
+    for message in rank_set.call(out_of_reach, deadline_s=WITHIN_S):
         assert message == (
             "none of the paths allgather+torch reaches 16 rows a rank; "
             "alltoall+torch dropped on all ranks: rank 0: RuntimeError: out of memory"
@@ -373,8 +375,8 @@ def pinned_but_refused(engine: RankEngine) -> str:
         return refusal_of(engine, {"table": MIXED})
 
 
-def test_a_pinned_path_that_a_rank_cannot_take_is_an_error_and_not_replaced(gang):
-    for message in gang.call(pinned_but_refused):
+def test_a_pinned_path_that_a_rank_cannot_take_is_an_error_and_not_replaced(rank_set):
+    for message in rank_set.call(pinned_but_refused):
         assert message.startswith(
             "the table pinned by tuning.table cannot run: alltoall+torch dropped on all ranks: rank 1: cannot"
         )
@@ -415,14 +417,14 @@ def scales_with_nan_on_one(engine: RankEngine) -> str:
     return "nothing was refused"
 
 
-def test_a_layer_without_finite_numbers_has_no_fp8_scale_and_every_rank_says_so(gang):
-    first, second = gang.call(scales_with_nan_on_one)
+def test_a_layer_without_finite_numbers_has_no_fp8_scale_and_every_rank_says_so(rank_set):
+    first, second = rank_set.call(scales_with_nan_on_one)
     assert first == second
     assert first.startswith("quantisation='fp8' has no scale for model.layers.1.mlp.experts: on random tokens")
 
 
-def test_fp8_scales_are_the_same_numbers_on_every_rank_and_cover_what_the_model_computes(gang):
-    first, second = gang.call(scales_of)
+def test_fp8_scales_are_the_same_numbers_on_every_rank_and_cover_what_the_model_computes(rank_set):
+    first, second = rank_set.call(scales_of)
     assert first == second
     assert len(first) == 3
     # RMS-normed rows of width 64: some magnitude lies above 1, none above 8; with room by 4, over e4m3's largest 448.

@@ -30,7 +30,7 @@ from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.path_selection.check import LARGEST_ERROR, relative_errors
 from expert_pool.workers.path_selection.layer_timer import LayerTimer
 from expert_pool.workers.path_selection.selection import moe_layers
-from plain_ranks import RankGang
+from plain_ranks import ForkedRanks
 from rank_faults import replaced
 from rank_insides import target_of
 from running_disagreement import WITHIN_S
@@ -40,7 +40,7 @@ LARGEST = 64
 
 
 @pytest.fixture(scope="module")
-def gang(random_models: dict[str, str]) -> Iterator[RankGang]:
+def rank_set(random_models: dict[str, str]) -> Iterator[ForkedRanks]:
     config = PoolConfig(
         model=random_models["qwen3_moe"],
         ranks=2,
@@ -49,7 +49,7 @@ def gang(random_models: dict[str, str]) -> Iterator[RankGang]:
         cache=CacheConfig(num_tokens=1024),
         tuning=Tuning(table=(TableRow(LARGEST, "allgather+torch"),)),
     )
-    with RankGang(config, graphs=False) as ranks:
+    with ForkedRanks(config, graphs=False) as ranks:
         yield ranks
 
 
@@ -102,8 +102,8 @@ def with_a_row_wrong_on_one(engine: RankEngine, by: float) -> tuple[str, ...]:
         return choose_again(engine).lines
 
 
-def test_a_path_with_one_wrong_row_is_dropped_on_all(gang):
-    for lines in gang.call(with_a_row_wrong_on_one, 0.15):
+def test_a_path_with_one_wrong_row_is_dropped_on_all(rank_set):
+    for lines in rank_set.call(with_a_row_wrong_on_one, 0.15):
         assert any(
             line.startswith("alltoall+torch dropped on all ranks: rank 0: ConfigError: on rank 0 it computes ")
             and " with a relative error in one row of 0.1" in line
@@ -136,8 +136,8 @@ def without_memory_to_measure(engine: RankEngine, faulty_rank: int) -> tuple[str
 
 @pytest.mark.parametrize("what", [without_memory_to_check, without_memory_to_measure])
 @pytest.mark.parametrize("faulty_rank", [0, 1])
-def test_a_rank_without_memory_for_its_rows_keeps_nobody_waiting(what, faulty_rank, gang):
-    for lines in gang.call(what, faulty_rank, deadline_s=WITHIN_S):
+def test_a_rank_without_memory_for_its_rows_keeps_nobody_waiting(what, faulty_rank, rank_set):
+    for lines in rank_set.call(what, faulty_rank, deadline_s=WITHIN_S):
         told = f"alltoall+torch dropped on all ranks: rank {faulty_rank}: RuntimeError: out of memory"
         assert any(told in line for line in lines), lines
 
@@ -163,9 +163,9 @@ def made_by_all_but_one(engine: RankEngine, faulty_rank: int) -> tuple[int, str 
 
 
 @pytest.mark.parametrize("faulty_rank", [0, 1])
-def test_what_one_rank_could_not_make_is_made_by_all_for_the_next_path(faulty_rank, gang):
+def test_what_one_rank_could_not_make_is_made_by_all_for_the_next_path(faulty_rank, rank_set):
     reason = f"alltoall+torch dropped on all ranks: rank {faulty_rank}: RuntimeError: out of memory"
-    assert gang.call(made_by_all_but_one, faulty_rank, deadline_s=WITHIN_S) == [(1, reason)] * 2
+    assert rank_set.call(made_by_all_but_one, faulty_rank, deadline_s=WITHIN_S) == [(1, reason)] * 2
 
 
 def prepared_by_one(engine: RankEngine, file: str) -> tuple[str, ...]:
@@ -198,8 +198,8 @@ def choice_and_table(engine: RankEngine, file: str) -> tuple[str, ...]:
         return choose_again(engine, cache=file).path.table.names
 
 
-def test_a_path_of_a_cached_table_that_one_rank_failed_to_prepare_is_not_tried_again(gang, tmp_path):
-    for lines in gang.call(prepared_by_one, str(tmp_path / "mine.json"), deadline_s=WITHIN_S):
+def test_a_path_of_a_cached_table_that_one_rank_failed_to_prepare_is_not_tried_again(rank_set, tmp_path):
+    for lines in rank_set.call(prepared_by_one, str(tmp_path / "mine.json"), deadline_s=WITHIN_S):
         assert "no path is left" in lines[-1]
         assert "alltoall+torch dropped on all ranks: rank 1: RuntimeError: out of memory" in lines[-1]
         assert "allgather+torch dropped on all ranks: rank 1: RuntimeError: out of memory" in lines[-1]
@@ -217,9 +217,9 @@ def met_by_one_alone(engine: RankEngine) -> str:
     return str(attempt(group, "it", build))
 
 
-def test_a_rank_that_waits_alone_in_what_the_others_have_finished_is_a_failure_on_all(gang):
+def test_a_rank_that_waits_alone_in_what_the_others_have_finished_is_a_failure_on_all(rank_set):
     told = "it dropped on all ranks: rank 1: PeerGaveUp: ranks [0] gave up"
-    assert gang.call(met_by_one_alone, deadline_s=WITHIN_S) == [told] * 2
+    assert rank_set.call(met_by_one_alone, deadline_s=WITHIN_S) == [told] * 2
 
 
 def test_links_that_were_made_before_one_fails_are_given_back(monkeypatch):

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from expert_pool.workers.request import Completion, Request, SamplingParams
-from expert_pool.workers.scheduling.sequence import RunningRequest
+from expert_pool.workers.scheduling.sequence import TokenSequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -77,7 +77,7 @@ def completed(
 
     limits = SamplingParams(max_new_tokens=len(generated), **sampling)
     request = Request(0, tuple(prompt), limits, tuple(generated[:resumed]))
-    sequence = RunningRequest(request, 10_000, decode)
+    sequence = TokenSequence(request, 10_000, decode)
     for count, token_id in enumerate(generated[resumed:], start=resumed + 1):
         sequence.launch(1, 0)
         if reason := sequence.append(token_id, frozenset()):
@@ -197,7 +197,7 @@ def test_a_prompt_costs_a_token_no_more_when_it_is_long():
 
     prompt = some_tokens("llama", random.Random(1), 5000, special=False)
     generated = some_tokens("llama", random.Random(2), 200, special=False)
-    sequence = RunningRequest(Request(0, tuple(prompt), SamplingParams(max_new_tokens=500, stop="no")), 10_000, decode)
+    sequence = TokenSequence(Request(0, tuple(prompt), SamplingParams(max_new_tokens=500, stop="no")), 10_000, decode)
     for token_id in generated:
         sequence.launch(1, 0)
         assert sequence.append(token_id, frozenset()) is None

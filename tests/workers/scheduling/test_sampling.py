@@ -10,7 +10,7 @@ from expert_pool.cluster import CacheConfig, ConfigError, Limits, PoolConfig, Sa
 from expert_pool.workers.request import Request
 from expert_pool.workers.scheduling import sampler
 from expert_pool.workers.scheduling.sampler import NOT_FINITE, sample, uniform
-from expert_pool.workers.scheduling.sequence import RunningRequest
+from expert_pool.workers.scheduling.sequence import TokenSequence
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_ranks import PlainRanks
@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 DRAWS = 200
 
 
-def sequence(sampling: SamplingParams, num_generated: int = 0) -> RunningRequest:
-    started = RunningRequest(Request(0, (1, 2), sampling), max_length=10_000, decode=None)
+def sequence(sampling: SamplingParams, num_generated: int = 0) -> TokenSequence:
+    started = TokenSequence(Request(0, (1, 2), sampling), max_length=10_000, decode=None)
     started.token_ids += [3] * num_generated
     return started
 
@@ -207,9 +207,9 @@ def test_seeded_tokens_are_the_same_on_any_number_of_ranks_and_in_any_company(
     ranks, attn_tp_size, alone, random_models
 ):
     config = PoolConfig(model=random_models["qwen3_moe"], ranks=ranks, attn_tp_size=attn_tp_size)
-    with PlainRanks(config) as gang:
-        together = gang.generate(PROMPTS, seeded())
-        backwards = gang.generate(PROMPTS[::-1], seeded()[::-1])
+    with PlainRanks(config) as rank_set:
+        together = rank_set.generate(PROMPTS, seeded())
+        backwards = rank_set.generate(PROMPTS[::-1], seeded()[::-1])
     assert [completion.token_ids for completion in together] == alone
     assert [completion.token_ids for completion in backwards[::-1]] == alone
 
@@ -220,16 +220,16 @@ def test_seeded_tokens_are_the_same_after_preemption(alone, random_models):
         limits=Limits(chunked_prefill_size=16),
         cache=CacheConfig(block_size=4, num_tokens=96),
     )
-    with PlainRanks(config) as gang:
-        completions = gang.generate(PROMPTS, seeded())
-        assert gang.stats[0].preemptions > 0
+    with PlainRanks(config) as rank_set:
+        completions = rank_set.generate(PROMPTS, seeded())
+        assert rank_set.stats[0].preemptions > 0
     assert [completion.token_ids for completion in completions] == alone
 
 
 def test_another_seed_gives_other_tokens(random_models):
     settings = [SamplingParams(temperature=1.0, seed=seed, max_new_tokens=NEW_TOKENS) for seed in range(4)]
-    with PlainRanks(PoolConfig(model=random_models["qwen3_moe"])) as gang:
-        completions = gang.generate([[5, 17, 42]] * 4, settings)
+    with PlainRanks(PoolConfig(model=random_models["qwen3_moe"])) as rank_set:
+        completions = rank_set.generate([[5, 17, 42]] * 4, settings)
     assert len({completion.token_ids for completion in completions}) == 4
 
 

@@ -283,9 +283,9 @@ def test_a_cache_too_small_for_all_requests_changes_no_token(random_models, refe
         cache=CacheConfig(num_tokens=320),
     )
     prompts = [[(7 * index + 3 * position) % 126 + 2 for position in range(90)] for index in range(8)]
-    with PlainRanks(config) as gang:
-        completions = gang.generate(prompts, SamplingParams(max_new_tokens=40))
-        assert sum(stats.preemptions for stats in gang.stats.values()) > 0
+    with PlainRanks(config) as rank_set:
+        completions = rank_set.generate(prompts, SamplingParams(max_new_tokens=40))
+        assert sum(stats.preemptions for stats in rank_set.stats.values()) > 0
     for prompt, completion in zip(prompts, completions, strict=True):
         assert completion.token_ids == references["qwen3_moe"].greedy(prompt, 40)
 
@@ -297,7 +297,7 @@ def test_seven_prompts_of_mixed_length_on_four_ranks_whatever_the_chunk(chunk, r
     config = PoolConfig(
         model=random_models["qwen3_moe"], ranks=4, limits=Limits(chunked_prefill_size=chunk, max_running_requests=4)
     )
-    with PlainRanks(config) as gang:
-        completions = gang.generate(prompts, SamplingParams(max_new_tokens=8))
+    with PlainRanks(config) as rank_set:
+        completions = rank_set.generate(prompts, SamplingParams(max_new_tokens=8))
     for prompt, completion in zip(prompts, completions, strict=True):
         assert completion.token_ids == references["qwen3_moe"].greedy(prompt, 8), len(prompt)

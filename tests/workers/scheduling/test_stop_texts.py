@@ -4,7 +4,7 @@ import random
 
 import pytest
 from expert_pool.workers.request import Request, SamplingParams
-from expert_pool.workers.scheduling.sequence import RunningRequest
+from expert_pool.workers.scheduling.sequence import TokenSequence
 from expert_pool.workers.scheduling.stop_texts import TextOf, stop_position, stops_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -100,7 +100,7 @@ def test_a_tail_that_begins_inside_a_character_is_not_trusted():
 def test_a_request_ends_with_the_token_that_completes_a_stop_text():
     tokens = [*b"some text ", *"🙂".encode(), *b" STOP and on"]
     sampling = SamplingParams(stop=("🙂 STOP",), max_new_tokens=100)
-    sequence = RunningRequest(
+    sequence = TokenSequence(
         Request(0, (1, 2), sampling), 1000, lambda token_ids, skip: DECODERS["byte fallback"](token_ids)
     )
     for token in tokens:

@@ -14,7 +14,7 @@ from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.rank_config import Rendezvous
 from expert_pool.workers.start.rendezvous import join_store, open_store
 from expert_pool.workers.start.sealed_store import SealedStore
-from plain_ranks import RankGang
+from plain_ranks import ForkedRanks
 
 TIMEOUT = timedelta(seconds=20)
 OWN, ANOTHER = "127.0.0.1", "127.0.0.2"
@@ -115,14 +115,14 @@ def seen_by_a_stranger(engine: RankEngine) -> tuple[list[str], list[bytes]]:
 
 
 @pytest.fixture(scope="module")
-def gang(tiny_moe) -> Iterator[RankGang]:
-    with RankGang(PoolConfig(model=tiny_moe, ranks=2), graphs=False) as gang:
-        yield gang
+def rank_set(tiny_moe) -> Iterator[ForkedRanks]:
+    with ForkedRanks(PoolConfig(model=tiny_moe, ranks=2), graphs=False) as rank_set:
+        yield rank_set
 
 
-def test_all_that_ranks_and_process_groups_leave_there_is_sealed(gang, tiny_moe):
+def test_all_that_ranks_and_process_groups_leave_there_is_sealed(rank_set, tiny_moe):
     """Among it are the addresses and ports on which Gloo listens, and those of NCCL on GPUs."""
-    (keys, values), _ = gang.call(seen_by_a_stranger)
+    (keys, values), _ = rank_set.call(seen_by_a_stranger)
     assert len(keys) > 4
     seen = " ".join(keys).encode() + b" ".join(values)
     for known in (b"start", b"cpu", b"read their weights", socket.gethostname().encode(), tiny_moe.encode()):

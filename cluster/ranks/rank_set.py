@@ -26,8 +26,8 @@ from .environment import runtime_environment
 from .failure import GONE, SilentRank, describe_failure, is_origin
 from .kernels import prepare_kernels
 from .last_words import last_words
+from .liveness import LivenessCheck
 from .placement import Placement
-from .pulse import Pulse
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _TELL_S = 0.7
 Calls = Mapping[int, "asyncio.Task[Any]"]
 
 
-class Gang:
+class RankSet:
     """One generation of ranks.
 
     Args:
@@ -51,7 +51,7 @@ class Gang:
     Attributes:
         actors: by rank.
         places: where they run, once known.
-        is_broken: whether a failure has ended ranks, so that the gang cannot go on.
+        is_broken: whether a failure has ended ranks, so that the ranks cannot go on.
         has_lost_a_process: whether that failure was the end of a rank's process or its machine, or that it stopped.
     """
 
@@ -68,7 +68,7 @@ class Gang:
         self._environment = environment
         self._code = _OWN_CODE
         self._fates: dict[int, asyncio.Task[BaseException | None]] = {}
-        self._pulse = Pulse()
+        self._liveness = LivenessCheck()
         self._wake_epoch = 0
 
     async def start(self, placement: Placement) -> None:
@@ -88,7 +88,7 @@ class Gang:
                 **({"runtime_env": runtime} if runtime else {}),
             )
             self.actors.append(options.remote(self._config, rank, pool_label()))
-        self._pulse.begin(self.actors, self._config.worker.step_timeout_s)
+        self._liveness.begin(self.actors, self._config.worker.step_timeout_s)
         self.places = tuple(await self.call("place"))
         await self.call("make_engine")
         try:
@@ -125,12 +125,12 @@ class Gang:
 
         Raises:
             ExpertPoolError: a rank raised, died or was late; names it. After a death, a failed collective call or a
-                late answer the gang is broken.
+                late answer the ranks is broken.
         """
         self._require_ranks()
         limit = self._start_timeout_s if timeout_s is None else timeout_s
         calls = {
-            rank: asyncio.ensure_future(self._pulse.while_there(rank, getattr(actor, method).remote(*args)))
+            rank: asyncio.ensure_future(self._liveness.while_there(rank, getattr(actor, method).remote(*args)))
             for rank, actor in enumerate(self.actors)
         }
         until = asyncio.FIRST_EXCEPTION if collective else asyncio.ALL_COMPLETED
@@ -151,9 +151,9 @@ class Gang:
 
     def begin_loops(self) -> None:
         """Have every rank run its loop."""
-        self._pulse.ranks_run()
+        self._liveness.ranks_run()
         self._fates = {
-            rank: asyncio.ensure_future(_fate(self._pulse.while_there(rank, actor.run.remote(self._wake_epoch))))
+            rank: asyncio.ensure_future(_fate(self._liveness.while_there(rank, actor.run.remote(self._wake_epoch))))
             for rank, actor in enumerate(self.actors)
         }
 
@@ -214,7 +214,7 @@ class Gang:
 
     def kill(self) -> None:
         """End the processes of all ranks."""
-        self._pulse.stop()
+        self._liveness.stop()
         for actor in self.actors:
             ray.kill(actor)
         self.actors.clear()
@@ -222,7 +222,7 @@ class Gang:
     async def _call_one(self, rank: int, method: str) -> Any:
         self._require_ranks()
         try:
-            return await self._pulse.while_there(rank, getattr(self.actors[rank], method).remote())
+            return await self._liveness.while_there(rank, getattr(self.actors[rank], method).remote())
         except (RayError, SilentRank) as error:
             self._note_losses({rank: error})
             raise

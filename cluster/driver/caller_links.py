@@ -19,7 +19,7 @@ _UNSTARTED_S = 60.0
 
 
 @dataclass(frozen=True)
-class Lifeline:
+class CallerLink:
     """What a caller sends of itself.
 
     Attributes:
@@ -31,37 +31,35 @@ class Lifeline:
     refs: list[Any]
 
 
-def lifeline_to(driver: Any) -> Lifeline:
-    """A lifeline from this process to a driver actor; held for as long as the driver does not drop it."""
+def link_to(driver: Any) -> CallerLink:
+    """A link from this process to a driver actor; held for as long as the driver does not drop it."""
     key = uuid.uuid4().hex
-    return Lifeline(key, [driver.hold.remote(key)])
+    return CallerLink(key, [driver.hold.remote(key)])
 
 
-def lasting_lifeline_to(driver: Any) -> Lifeline:
+def lasting_link_to(driver: Any) -> CallerLink:
     """One that lasts as long as this process, also where Ray starts the driver anew: it then asks to be held again."""
     key = uuid.uuid4().hex
-    return Lifeline(key, [driver.hold.options(max_task_retries=-1).remote(key)])
+    return CallerLink(key, [driver.hold.options(max_task_retries=-1).remote(key)])
 
 
-class Lifelines:
-    """The driver's end of all lifelines."""
+class CallerLinks:
+    """The driver's end of all links."""
 
     def __init__(self) -> None:
         self._dropped: dict[str, asyncio.Event] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
 
     async def hold(self, key: str) -> None:
-        """Returns once the lifeline is dropped: until then, its result is what the caller owns."""
+        """Returns once the link is dropped: until then, its result is what the caller owns."""
         await self._dropped.setdefault(key, asyncio.Event()).wait()
         self._dropped.pop(key, None)
 
-    def when_gone(
-        self, lifeline: Lifeline, act: Callable[[], Awaitable[None] | None], or_cut_off: bool = False
-    ) -> None:
-        """Act once the process that owns the lifeline is gone, unless it is dropped before.
+    def when_gone(self, link: CallerLink, act: Callable[[], Awaitable[None] | None], or_cut_off: bool = False) -> None:
+        """Act once the process that owns the link is gone, unless it is dropped before.
 
         Args:
-            lifeline: of that process.
+            link: of that process.
             act: what to do then.
             or_cut_off: act also when that process takes the driver for gone, which it then asks anew.
         """
@@ -69,18 +67,18 @@ class Lifelines:
 
         async def watch() -> None:
             try:
-                await lifeline.refs[0]
+                await link.refs[0]
             except signs:
                 if (acting := act()) is not None:
                     await acting
 
-        self._watches[lifeline.key] = asyncio.ensure_future(watch())
+        self._watches[link.key] = asyncio.ensure_future(watch())
 
-    def drop(self, lifeline: Lifeline) -> None:
+    def drop(self, link: CallerLink) -> None:
         """Nobody is to watch it, or go on watching it; to be called once."""
-        if (watch := self._watches.pop(lifeline.key, None)) is not None:
+        if (watch := self._watches.pop(link.key, None)) is not None:
             watch.cancel()
-        self._dropped.setdefault(lifeline.key, asyncio.Event()).set()
+        self._dropped.setdefault(link.key, asyncio.Event()).set()
 
 
 def end_unless_started(is_started: Callable[[], bool]) -> None:

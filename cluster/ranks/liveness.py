@@ -21,8 +21,8 @@ _START_S = 60.0
 Answer = TypeVar("Answer")
 
 
-class Pulse:
-    """Asks every rank of a gang for a sign of life, every two seconds.
+class LivenessCheck:
+    """Asks every rank of a set for a sign of life, every two seconds.
 
     A rank whose process is not there yet is not silent: Ray may look for a place, make a runtime environment or start
     the process for as long as the start may take.

@@ -1,4 +1,4 @@
-"""The ranks of a pool through its life: their places, one gang after another in them, and the graphs they hold."""
+"""The ranks of a pool through its life: their places, one set of them after another in these, and their graphs."""
 
 import asyncio
 import contextlib
@@ -16,15 +16,15 @@ from ..driver.same_weights import WeightsRecord
 from ..driver.sizes import resized, working_sizes
 from ..driver.states import DriverState
 from .capture import CaptureOutcome, capture_in_lockstep
-from .gang import Gang
 from .placement import Placement, remove_own_groups
+from .rank_set import RankSet
 
 _FAIL_S = 10.0
 AT_ONCE_S = 5.0
 """Enough for places that are free."""
 
 
-class Fleet:
+class PoolRanks:
     """Whatever ranks there are, and how to get others.
 
     Args:
@@ -34,7 +34,7 @@ class Fleet:
 
     Attributes:
         config: what the present ranks are built from, or those that are to come into the places there are.
-        gang: the present ranks.
+        rank_set: the present ranks.
         loads: their reports after loading.
         graphs: what they recorded.
         capture_seconds: how long that took.
@@ -49,7 +49,7 @@ class Fleet:
         self._environment = environment
         self._weights = WeightsRecord(config.spec.path)
         self._placement = self.places_for(config.layout.world_size)
-        self.gang = self._new_gang()
+        self.rank_set = self._new_rank_set()
 
     async def acquire(self) -> AsyncIterator[str]:
         """Wait for a place for every rank; see `Placement.acquire`."""
@@ -121,23 +121,23 @@ class Fleet:
         async for facts in self.place_anew():
             yield facts
 
-    async def start_gang(self, begin_stage: Callable[[DriverState], None]) -> AsyncIterator[str]:
-        """Start a gang in the places there are, load and record graphs; yields a line a stage.
+    async def start_ranks(self, begin_stage: Callable[[DriverState], None]) -> AsyncIterator[str]:
+        """Start a set of ranks in the places there are, load and record graphs; yields a line a stage.
 
         Raises:
             ExpertPoolError: a rank failed, or ranks have read other weights than the pool's first ranks.
         """
-        self.gang = self._new_gang()
+        self.rank_set = self._new_rank_set()
         begin_stage(DriverState.STARTING)
         yield "starting ranks"
-        await self.gang.start(self._placement)
+        await self.rank_set.start(self._placement)
         if self.config.worker.device == "cuda":
             begin_stage(DriverState.PREPARING)
-            async for line in self.gang.prepare_kernels():
+            async for line in self.rank_set.prepare_kernels():
                 yield line
         begin_stage(DriverState.LOADING)
-        yield f"loading {self.config.spec.path} on {len({place.node_id for place in self.gang.places})} node(s)"
-        loads: list[LoadReport] = await self.gang.call("load", collective=True)
+        yield f"loading {self.config.spec.path} on {len({place.node_id for place in self.rank_set.places})} node(s)"
+        loads: list[LoadReport] = await self.rank_set.call("load", collective=True)
         await self._weights.require_same(loads)
         # Whoever asks for the status has no use for a line about every file from every rank.
         self.loads = tuple(msgspec.structs.replace(load, files=()) for load in loads)
@@ -178,7 +178,7 @@ class Fleet:
         await self._weights.forget()
 
     async def _move_to(self, config: RankConfig, timeout_s: float | None = None) -> AsyncIterator[str]:
-        """Other places. The fleet has that size once it has them: after a refusal it looks for all of them again."""
+        """Other places. The pool has that size once it has them: after a refusal it looks for all of them again."""
         await self.release()
         self._placement = self.places_for(config.layout.world_size, timeout_s)
         async for facts in self._placement.acquire():
@@ -201,11 +201,11 @@ class Fleet:
             return None
         return max(working_sizes(self._pool, self.config, self._placement.num_placed()), default=None)
 
-    def _new_gang(self) -> Gang:
-        return Gang(self.config, self._pool.bundle, self._pool.placement.start_timeout_s, self._environment)
+    def _new_rank_set(self) -> RankSet:
+        return RankSet(self.config, self._pool.bundle, self._pool.placement.start_timeout_s, self._environment)
 
     async def _capture_on_all_ranks(self, method: str, *args: Any) -> list[Any]:
         """One call of the capture protocol on every rank; see `graphs.lockstep.LockstepRank`."""
         timeout_s = _FAIL_S if method == "fail" else None
         collective = method in ("warm_up", "record")
-        return await self.gang.call("capture", method, *args, collective=collective, timeout_s=timeout_s)
+        return await self.rank_set.call("capture", method, *args, collective=collective, timeout_s=timeout_s)

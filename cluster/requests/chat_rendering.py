@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,11 @@ RENDER_S = 10.0
 _MAX_OWN_CHARS, _MAX_FACTOR = 1 << 22, 16
 _CHILD = Path(__file__).with_name("render_child.py")
 _LONGEST_ERROR = 400
+# To import Transformers takes seconds, on a busy machine or a slow file system many.
+_START_S = 120.0
+# Beyond its own timer.
+_MARGIN_S = 10.0
+_END_S = 1.0
 
 
 class ChatRenderer:
@@ -29,7 +36,7 @@ class ChatRenderer:
     def __init__(self, seconds: float = RENDER_S):
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._child: subprocess.Popen[str] | None = None
+        self._child: _Child | None = None
         self._owner = 0
         atexit.register(self.close)
 
@@ -55,12 +62,7 @@ class ChatRenderer:
             }
         )
         with self._lock:
-            line, how_it_ended = self._asked(request)
-        if not line:
-            raise ConfigError(
-                f"it did not end within {self._seconds:g} s, or needs more memory than it may have ({how_it_ended})"
-            )
-        answer = json.loads(line)
+            answer = self._asked(request)
         if "text" in answer:
             return str(answer["text"])
         message = " ".join(printable(answer["message"]).split())
@@ -71,44 +73,86 @@ class ChatRenderer:
         child, self._child = self._child, None
         if child is None or self._owner != os.getpid():
             return
-        child.kill()
-        child.wait()
-        for pipe in (child.stdin, child.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        child.process.kill()
+        child.process.wait()
+        child.connection.close()
+        child.errors.close()
 
-    def _asked(self, request: str) -> tuple[str, str]:
-        """The answer, or an empty one and how the process ended. What interrupts the wait ends the process: a later
-        request would be answered with this one's text."""
-        child = self._running()
-        assert child.stdin is not None
-        assert child.stdout is not None
-        line = ""
+    def _asked(self, request: str) -> dict[str, Any]:
+        """The answer. What interrupts the wait ends the process: a later request would be answered with this one's.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        answer = None
         try:
-            with contextlib.suppress(BrokenPipeError):
-                child.stdin.write(request + "\n")
-                child.stdin.flush()
-            line = child.stdout.readline()
-            if line:
-                return line, ""
-            return "", f"exit code {child.wait()}"
+            child = self._running()
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                child.connection.send_bytes(request.encode())
+            answer = child.answer(self._seconds + _MARGIN_S)
+            if answer is None:
+                raise ConfigError(self._how_it_ended(child))
+            return answer
         finally:
-            if not line:
+            if answer is None:
                 self.close()
 
-    def _running(self) -> subprocess.Popen[str]:
-        if self._child is None or self._owner != os.getpid() or self._child.poll() is not None:
-            self._child = subprocess.Popen(
-                [sys.executable, "-P", str(_CHILD)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                start_new_session=True,  # an interrupt is this process's to handle
-            )
-            self._owner = os.getpid()
+    def _running(self) -> "_Child":
+        if self._child is None or self._owner != os.getpid() or self._child.process.poll() is not None:
+            self._child, self._owner = _Child(), os.getpid()
+            if self._child.answer(_START_S) is None:
+                raise ConfigError(f"no process that renders it could be started: {self._child.said()}")
         return self._child
+
+    def _how_it_ended(self, child: "_Child") -> str:
+        code = child.ended_with()
+        if code is not None and code >= 0:
+            return f"the process that renders it ended with exit code {code}: {child.said()}"
+        how = "no answer" if code is None else f"exit code {code}"
+        return f"it did not end within {self._seconds:g} s, or needs more memory than it may have ({how})"
+
+
+class _Child:
+    """The process, and the connection to it."""
+
+    def __init__(self) -> None:
+        self.connection, theirs = Pipe()
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", str(_CHILD), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=self.errors,
+                stderr=self.errors,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # an interrupt is its parent's to handle
+            )
+        except OSError as error:
+            self.connection.close()
+            self.errors.close()
+            raise ConfigError(f"no process that renders it could be started: {error}") from error
+        finally:
+            theirs.close()
+
+    def answer(self, within_s: float) -> dict[str, Any] | None:
+        """The next answer, or `None` where the process ended, or gave none in time."""
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            if self.connection.poll(within_s):
+                answer: dict[str, Any] = json.loads(self.connection.recv_bytes())
+                return answer
+        return None
+
+    def ended_with(self) -> int | None:
+        """Its exit code; `None` where it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(_END_S)
+        return None
+
+    def said(self) -> str:
+        """The last line that it wrote, for people."""
+        self.errors.seek(0)
+        lines = self.errors.read().decode("utf-8", "replace").strip().splitlines()
+        return printable(lines[-1])[:_LONGEST_ERROR] if lines else "it said nothing"
 
 
 RENDERER = ChatRenderer()

@@ -56,6 +56,30 @@ def test_threads_get_each_their_own_answer_from_one_process(renderer):
     assert texts == [f"{chat[0]['content']}!" for chat in chats]
 
 
+def test_what_is_printed_while_the_process_starts_is_no_answer(renderer, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text('print(\'{"text": "mine"}\', flush=True)\n')
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    texts = [renderer.render("{{ messages[0].content }}", [{"role": "user", "content": one}], {}) for one in "abc"]
+    assert texts == ["a", "b", "c"]
+
+
+def test_a_process_that_cannot_start_is_not_taken_for_a_template_that_does_not_end(renderer, tmp_path, monkeypatch):
+    (tmp_path / "transformers.py").write_text("raise ImportError('no such library')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="no process that renders it could be started: ImportError: no such library"):
+        renderer.render("x", USER, {})
+
+
+def test_a_timer_that_this_process_ignores_still_bounds_a_template():
+    renderer, before = ChatRenderer(seconds=1.0), signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    try:
+        with pytest.raises(ConfigError, match="did not end within 1 s"):
+            renderer.render(ENDLESS, USER, {})
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        renderer.close()
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """Workers of pytest-xdist take no notice of interrupts."""

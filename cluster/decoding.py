@@ -76,7 +76,7 @@ def read_mapping(path: str, source: str) -> dict[str, Any]:
         settings = _parsed(content)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
-    except (yaml.YAMLError, ValueError, ArithmeticError, RecursionError) as error:  # dates and numbers raise their own
+    except Exception as error:  # whatever the constructors of YAML's own types raise
         raise ConfigError(f"{source}: neither YAML nor JSON: {' '.join(str(error).split())}") from error
     if not isinstance(settings, dict):
         found = "nothing" if settings is None else type(settings).__name__

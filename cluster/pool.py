@@ -159,8 +159,10 @@ class ExpertPool:
                 doing = f"after {line!r}"
                 report(line)
         except (DriverRestartError, DriverGoneError) as error:
-            how = watch.how_it_ended(with_last_words=True) or str(error)
-            pool.shutdown()
+            try:
+                how = watch.how_it_ended(with_last_words=True) or str(error)
+            finally:
+                pool.shutdown()
             raise RankError(
                 f"the pool's driver actor ended while the pool started ({doing}): {how}; launch it again"
             ) from None
@@ -257,9 +259,10 @@ class ExpertPool:
 
         Raises:
             ConfigError: a size that cannot work, with those that do; nothing was changed.
-            PlacementError: no place for so many within `placement.timeout_s`; the pool goes on as before.
-            RankError: ranks were lost on the way or did not come up at the new size, and the pool went on with the size
-                that the message says; the pool is not ready; or its driver actor is stopped.
+            PlacementError: no place for so many within `placement.timeout_s`.
+            RankError: the pool is not ready, or its driver actor is stopped.
+            ExpertPoolError: ranks were lost on the way or did not come up at the new size, for the reason that the
+                kind of error says. The pool goes on with the size that the message says, if it goes on.
         """
         self._rank_config = self._answer_of("resize", number_of_ranks(ranks))
 
@@ -298,10 +301,15 @@ class ExpertPool:
 
         Raises:
             ConfigError: this is a process that was forked from the one that holds the pool.
+            RankError: the session has ended, and the pool stays without it.
         """
         if not self._home.is_of_this_process:
             self._home.require_here(self._name)
-        if self._driver is None or not self._home.is_here:
+        if self._driver is None:
+            return
+        if not self._home.is_here:
+            if not self._owns_pool:  # one that this process owned has ended with the session
+                self._home.require_here(self._name)
             return
         driver, self._driver = self._driver, None
         try:

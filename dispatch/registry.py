@@ -59,6 +59,14 @@ def load_plugins(modules: Sequence[str]) -> None:
             ) from error
 
 
+def plugged_in() -> tuple[tuple[str, str], ...]:
+    """Kinds of the ways that others have registered, in order, each with the module that it is written in."""
+    _read_built_in()
+    house = __name__.partition(".")[0]
+    every = (*_ways.items(), *_experts.items())
+    return tuple(sorted((kind, way.__module__) for kind, way in every if way.__module__.partition(".")[0] != house))
+
+
 def dispatch_names() -> tuple[str, ...]:
     """What the setting `dispatch` may be."""
     _read_built_in()

@@ -61,6 +61,12 @@ from test_extending import LoopedExperts, RelayDispatcher
 register(RelayDispatcher)
 register(LoopedExperts)
 """
+WRITTEN_ELSEWHERE = """
+import test_extending
+
+RelayDispatcher = type("RelayDispatcher", (test_extending.RelayDispatcher,), {"__module__": __name__})
+LoopedExperts = type("LoopedExperts", (test_extending.LoopedExperts,), {"__module__": __name__})
+"""
 FOLDERS = (REPOSITORY / "tests", REPOSITORY / "tests" / "support")
 PROMPTS = [[5, 17, 42], [9, 9], [100]]
 
@@ -306,16 +312,42 @@ def join_from(folder: Path, config: RankConfig, rank: int, meeting: Any, reports
     try:
         engine.join(rendezvous)
         reports.put("joined")
-    except GeometryError as error:
+    except (ConfigError, GeometryError) as error:
         reports.put(str(error))
     meeting.get(timeout=DEADLINE_S)  # the store ends with rank 0
 
 
-def test_ranks_whose_plugins_differ_are_refused_before_they_run_them(tiny_moe, tmp_path):
+def another_version(folder: Path) -> str:
+    (folder / f"{PLUGIN}.py").write_text(f"{REGISTERS}# of another version\n")
+    return (
+        rf"ranks disagree before a step: module '{PLUGIN}' of plugins differs \(.*same module on all nodes"
+    )
+
+
+def what_it_imports_in_another_version(folder: Path) -> str:
+    """A plugin that only registers what lies elsewhere, as a package of its own does."""
+    for where, note in ((folder.parent, ""), (folder, "# of another version")):
+        (where / f"{PLUGIN}.py").write_text(REGISTERS.replace("test_extending import", "written_elsewhere import"))
+        (where / "written_elsewhere.py").write_text(f"{WRITTEN_ELSEWHERE}{note}\n")
+    return r"ranks disagree before a step: what plugins registered differs \(looped \w+ relay \w+: rank 0 .*"
+
+
+def one_that_cannot_be_imported(folder: Path) -> str:
+    (folder / f"{PLUGIN}.py").write_text("raise RuntimeError('no licence')\n")
+    return (
+        rf"ranks cannot start: rank 1 on .*: plugins: module '{PLUGIN}' cannot be imported: RuntimeError: no .*"
+    )
+
+
+OTHERS = [another_version, what_it_imports_in_another_version, one_that_cannot_be_imported]
+
+
+@pytest.mark.parametrize("other_than", OTHERS)
+def test_ranks_whose_plugins_differ_are_refused_before_they_run_them(other_than, tiny_moe, tmp_path):
     """As on two nodes that have a module in two versions."""
     other = tmp_path / "other"
     other.mkdir()
-    (other / f"{PLUGIN}.py").write_text(f"{REGISTERS}# of another version\n")
+    expected = other_than(other)
     config = resolve(config_of(tiny_moe), inspect_model(tiny_moe))
     meeting, reports = CONTEXT.Queue(), CONTEXT.Queue()
     processes = [
@@ -331,7 +363,5 @@ def test_ranks_whose_plugins_differ_are_refused_before_they_run_them(tiny_moe, t
             process.kill()
             process.join()
     for message in said:
-        assert message.startswith(f"ranks disagree before a step: module '{PLUGIN}' of plugins differs (")
-        assert "rank 0 on" in message
+        assert re.fullmatch(expected, message), message
         assert "rank 1 on" in message
-        assert message.endswith(": have the same module on all nodes")

@@ -15,6 +15,7 @@ from .model.inspection import quiet_transformers
 from .observing.trace import RankTrace, StepTrace
 from .rank_config import LoadReport, RankConfig, Rendezvous
 from .request import ExpertCounts
+from .start.code_digest import NO_DRIVER, LaunchedWith
 from .start.groups import Joined, join_groups
 from .start.loading import LoadedRank, load
 from .start.rendezvous import join_store, open_store
@@ -66,22 +67,22 @@ class RankEngine:
         self._store, rendezvous = open_store(host, self._timeout)
         return rendezvous
 
-    def join(self, rendezvous: Rendezvous, drivers_code: str = "") -> None:
+    def join(self, rendezvous: Rendezvous, launched_with: LaunchedWith = NO_DRIVER) -> None:
         """Form the process groups over the rendezvous that rank 0 opened; collective over all ranks.
 
         Args:
             rendezvous: what rank 0 opened.
-            drivers_code: see `facts_of`.
+            launched_with: see `facts_of`.
 
         Raises:
-            ConfigError: on every rank, when communication cannot use what the environment of some of them sets.
+            ConfigError: on every rank, when some of them cannot import a plugin, or communication cannot use what their
+                environment sets.
             GeometryError: on every rank, when some of them run other code, or read another model under the same path.
-            ConfigError: a plugin cannot be imported.
             RankError: others did not come in time.
         """
         if self._store is None:
             self._store = join_store(rendezvous, self._timeout)
-        self._joined = join_groups(self.config, self.rank, self.device, self._store, drivers_code)
+        self._joined = join_groups(self.config, self.rank, self.device, self._store, launched_with)
 
     def load(self) -> LoadReport:
         """Read this rank's weights and allocate its cache and buffers; collective over all ranks.

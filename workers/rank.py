@@ -15,6 +15,7 @@ from .observing.logs import configure_logs
 from .observing.trace import RankTrace
 from .rank_config import KernelStatus, LoadReport, RankConfig, Rendezvous
 from .request import ExpertCounts, RankOutput
+from .start.code_digest import LaunchedWith
 
 logger = logging.getLogger(__name__)
 _PARENT_S = 1.0
@@ -107,8 +108,8 @@ class Rank:
 
         build_kernels(self._config)
 
-    def join(self, rendezvous: Rendezvous, drivers_code: str) -> None:
-        self._engine.join(rendezvous, drivers_code)
+    def join(self, rendezvous: Rendezvous, launched_with: LaunchedWith) -> None:
+        self._engine.join(rendezvous, launched_with)
 
     def load(self) -> LoadReport:
         return self._engine.load()

@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from types import TracebackType
 from typing import Any
 
@@ -51,8 +51,7 @@ class PartsWriter:
         self._uploading = threading.Lock()
         self._due, self._closed = threading.Event(), threading.Event()
         self._folder, self._path = self._open()
-        self._sizes: dict[str, int] = {}  # of every part, as this writer read or wrote it
-        self.finished = self._read_finished()
+        self.finished, self._sizes = self._read_at_first()
         self._probe()
         self._thread = threading.Thread(target=self._keep_flushing, name="output parts", daemon=True)
         self._thread.start()
@@ -107,7 +106,7 @@ class PartsWriter:
             if self._sizes.items() <= there.items():
                 return
             try:
-                held: Set[str] = self._read_finished().keys()
+                held: Set[str] = self._read_finished(there).keys()
             except ConfigError as error:
                 held, spoilt = self._read_readable(), error
         except Exception as error:
@@ -121,6 +120,7 @@ class PartsWriter:
                 f"--output {self._url}: somebody removed or replaced parts while this run wrote there: {num_gone} of "
                 f"{len(self.finished)} finished requests are no longer there; {way_out}"
             )
+        self._sizes = there
 
     def close(self) -> None:
         """Write what is pending, and stop."""
@@ -148,20 +148,28 @@ class PartsWriter:
             raise ConfigError(f"--output {self._url}: no output can be opened there: {told(error)}") from error
         return filesystem, path.rstrip("/")
 
-    def _read_finished(self) -> dict[str, int]:
-        finished: dict[str, int] = {}
+    def _read_at_first(self) -> tuple[dict[str, int], dict[str, int]]:
         try:
             self._folder.invalidate_cache()
             if self._folder.isfile(self._path):
                 raise ConfigError(f"--output {self._url}: is one object, and the parts of an output need a folder")
-            self._sizes = self._parts_there()
-            for part in self._sizes:
-                with self._folder.open(f"{self._path}/{part}", "rb") as file:
-                    finished |= finished_in(file, f"{self._url}, {part}")[0]
-        except (ConfigError, KeyboardInterrupt):
+            sizes = self._parts_there()
+            return self._read_finished(sizes), sizes
+        except ConfigError:
             raise
         except Exception as error:
             raise ConfigError(f"--output {self._url}: cannot be read: {told(error)}") from error
+
+    def _read_finished(self, parts: Iterable[str]) -> dict[str, int]:
+        """What these parts hold; raises what stores raise.
+
+        Raises:
+            ConfigError: a line that is not this tool's.
+        """
+        finished: dict[str, int] = {}
+        for part in parts:
+            with self._folder.open(f"{self._path}/{part}", "rb") as file:
+                finished |= finished_in(file, f"{self._url}, {part}")[0]
         return finished
 
     def _read_readable(self) -> Set[str]:

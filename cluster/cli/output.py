@@ -64,7 +64,12 @@ class CompletionWriter:
             raise ConfigError(f"--output {path!r}: cannot be written: {error}") from error
         try:
             self._refuse_second_writer()
-            self.finished, self._size = self._read_finished()
+            try:
+                self.finished, self._size = self._read_finished()
+            except OSError as error:
+                raise ConfigError(
+                    f"--output {path}: cannot be read to be continued: {error.strerror}; give another file"
+                ) from error
             self._file.truncate(self._size)
         except BaseException:
             self._file.close()
@@ -93,6 +98,9 @@ class CompletionWriter:
                 f"--output {self._path}: cannot be written any further: {error.strerror}; it holds "
                 f"{len(self.finished)} finished requests; make room and run again to complete it"
             ) from error
+        except BaseException:  # an interrupt, after which nobody knows how much was written
+            self._size = os.fstat(self._file.fileno()).st_size
+            raise
         self.finished[line.id] = line.num_prompt_tokens
 
     def flush(self) -> None:
@@ -132,6 +140,8 @@ class CompletionWriter:
             held, whole = self._read_finished()
         except ConfigError as error:
             raise self._changed("its contents are not those that this run left") from error
+        except OSError as error:
+            raise self._unreadable(error) from error
         if whole != self._size or not self.finished.keys() <= held.keys():
             raise self._changed("its contents are not those that this run left")
 
@@ -163,19 +173,16 @@ class CompletionWriter:
 
     def _read_finished(self) -> tuple[dict[str, int], int]:
         """What the file holds, and the bytes of its whole lines."""
-        try:
-            with open(self._path, "rb") as file:
-                return finished_in(file, self._path)
-        except OSError as error:
-            raise ConfigError(
-                f"--output {self._path}: cannot be read to be continued: {error.strerror}; give another file"
-            ) from error
+        with open(self._path, "rb") as file:
+            return finished_in(file, self._path)
 
     def _changed(self, how: str) -> ExpertPoolError:
         """Somebody else wrote the file or cut it; says how much of what was finished is gone."""
         way_out = "run again to complete it"
         try:
             held: Set[str] = self._read_finished()[0].keys()
+        except OSError as error:
+            return self._unreadable(error)
         except ConfigError as error:
             held, way_out = self._read_readable(), f"it cannot be continued: {error}"
         num_gone = len(self.finished.keys() - held)
@@ -190,6 +197,11 @@ class CompletionWriter:
                 return readable_in(file)
         except OSError:
             return frozenset()
+
+    def _unreadable(self, error: OSError) -> ExpertPoolError:
+        return ExpertPoolError(
+            f"--output {self._path}: cannot be read back: {error.strerror}; run again to see what it holds"
+        )
 
 
 OutputWriter = CompletionWriter | PartsWriter

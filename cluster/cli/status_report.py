@@ -7,6 +7,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from ...workers.observing.printable import printable
 from ..driver.pool_status import PoolStatus
 from .graph_report import graph_summary
 
@@ -24,12 +25,12 @@ def print_status(status: PoolStatus, console: Console) -> None:
 
 def status_report(status: PoolStatus) -> Group:
     """The same as something that rich prints."""
-    parts: list[Text | Table] = [Text(line) for line in _facts(status)]
+    parts: list[Text | Table] = [Text(printable(line)) for line in _facts(status)]
     if status.places:
         parts.append(_ranks(status))
     if status.stats:
         parts.append(_batches(status))
-    parts += [Text(line) for line in (status.loads[0].experts if status.loads else ())]
+    parts += [Text(printable(line)) for line in (status.loads[0].experts if status.loads else ())]
     return Group(*parts)
 
 

@@ -8,8 +8,9 @@ copied (`workers.start.alike_environment`), and what may differ there, such as f
 Some such variables must differ between nodes, and are left to each node's own environment: names of network interfaces
 and adapters (`NCCL_SOCKET_IFNAME`, `GLOO_SOCKET_IFNAME`, `NCCL_IB_HCA`, `NVSHMEM_HCA_LIST` and the like), a host's
 identity, address and NVLink domain, and files that describe one machine's topology. Where all nodes are alike,
-`worker.environment` sets them on every rank. Access tokens are not copied either: ranks read local files, and Ray shows
-runtime environments to whoever sees its dashboard. Which GPUs a rank sees is Ray's to say (`CUDA_VISIBLE_DEVICES`).
+`worker.environment` sets them on every rank. Access tokens, passwords and keys are not copied either: ranks read local
+files, and Ray shows runtime environments to whoever sees its dashboard. Which GPUs a rank sees is Ray's to say
+(`CUDA_VISIBLE_DEVICES`).
 
 What a node sets beyond that stays; where it would change what is sent, ranks find it out
 (`workers.start.alike_environment`).
@@ -18,7 +19,7 @@ What a node sets beyond that stays; where it would change what is sent, ranks fi
 from collections.abc import Mapping
 
 from ...workers.config import VISIBLE_DEVICES
-from ...workers.start.alike_environment import OF_ONE_NODE, SECRET, has_to_be_alike
+from ...workers.start.alike_environment import OF_ONE_NODE, has_to_be_alike, is_secret
 
 PREFIXES = (
     "NCCL_",
@@ -38,7 +39,7 @@ NAMES = ("OMP_NUM_THREADS",)
 
 def is_passed(name: str) -> bool:
     """Whether ranks get this variable of the launching process."""
-    if name == VISIBLE_DEVICES or SECRET in name or name.endswith(OF_ONE_NODE):
+    if name == VISIBLE_DEVICES or is_secret(name) or name.endswith(OF_ONE_NODE):
         return False
     return name in NAMES or name.startswith(PREFIXES) or has_to_be_alike(name)
 

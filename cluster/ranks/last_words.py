@@ -62,10 +62,13 @@ def last_words(process: ActorProcess) -> str:
     logs = glob.glob(os.path.join(logs_folder(), f"worker-*-{process.pid}.err"))
     if process.node_id != ray.get_runtime_context().get_node_id() or not logs:
         return f"its log is worker-*-{process.pid}.err in Ray's log folder on {process.address}"
-    log = max(logs, key=os.path.getmtime)
-    with open(log, "rb") as file:
-        file.seek(max(0, os.path.getsize(log) - _TAIL_BYTES))
-        text = file.read().decode("utf-8", "replace")
+    try:
+        log = max(logs, key=os.path.getmtime)
+        with open(log, "rb") as file:
+            file.seek(max(0, os.path.getsize(log) - _TAIL_BYTES))
+            text = file.read().decode("utf-8", "replace")
+    except OSError as error:  # it explains a failure, and must not become one
+        return f"its log cannot be read: {error}"
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(_MARKS)]
     if not lines:
         return f"it said nothing ({log} is empty)"

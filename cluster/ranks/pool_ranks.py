@@ -1,4 +1,4 @@
-"""The ranks of a pool through its life: their places, one set of them after another in these, and their graphs."""
+"""The ranks of a pool through its life: their places, one `RankSet` after another in these places, and their graphs."""
 
 import asyncio
 import contextlib

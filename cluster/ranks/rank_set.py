@@ -19,7 +19,7 @@ from ...graphs.plan import CaptureEntry
 from ...workers.mailbox import Intake
 from ...workers.rank import Rank, RankPlace
 from ...workers.rank_config import RankConfig
-from ...workers.start.code_digest import code_digest
+from ...workers.start.code_digest import LaunchedWith, code_digest, plugged_in_digest
 from ..observing.metrics import pool_label
 from ..ray_session.ray_internals import process_of
 from .environment import runtime_environment
@@ -100,7 +100,8 @@ class RankSet:
             raise RankError(
                 f"rank 0 did not open the rendezvous within placement.start_timeout_s={self._start_timeout_s:g}"
             ) from None
-        await self.call("join", rendezvous, self._code, collective=True)
+        launched_with = LaunchedWith(self._code, await asyncio.to_thread(plugged_in_digest))
+        await self.call("join", rendezvous, launched_with, collective=True)
 
     async def prepare_kernels(self) -> AsyncIterator[str]:
         """On GPUs: compile what nodes lack; see `cluster.ranks.kernels`. Yields a line every few seconds.
@@ -125,7 +126,7 @@ class RankSet:
 
         Raises:
             ExpertPoolError: a rank raised, died or was late; names it. After a death, a failed collective call or a
-                late answer the ranks is broken.
+                late answer the ranks are broken.
         """
         self._require_ranks()
         limit = self._start_timeout_s if timeout_s is None else timeout_s

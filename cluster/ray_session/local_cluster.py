@@ -65,8 +65,11 @@ def _refuse_unusable_folder() -> None:
     folder = temp_folder()
     if not folder.is_absolute():
         raise ConfigError(_not_started("the folder is not an absolute path"))
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    free = shutil.disk_usage(there).free
+    try:
+        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        free = shutil.disk_usage(there).free
+    except OSError as error:  # a name too long, or below a folder that is not this user's
+        raise ConfigError(_not_started(str(error))) from error
     if free < _LEAST_FREE_BYTES:
         raise ConfigError(
             _not_started(f"{free / 1024**2:.1f} MiB are free there, it needs {_LEAST_FREE_BYTES / 1024**2:.0f}")

@@ -154,7 +154,7 @@ def inspect_model(path: str, dtype: str | None = None) -> ModelSpec:
 def _probe(config: PreTrainedConfig, model: PreTrainedModel, expert_modules: list[str]) -> ModelProbe:
     """What attention and experts of the model are handed; it is of no use afterwards."""
     refuse_other_state(config)
-    probe = ModelProbe(model, expert_modules)
+    probe = ModelProbe(model, expert_modules, _context_length(config.get_text_config()))
     probe.run()
     refuse_routing(probe.moe)
     refuse_heads(probe.attention.values())

@@ -5,6 +5,7 @@ position sees: that, not an argument of the attention, is what a family attends 
 without masks, and notes the shapes that attention and experts are handed.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -48,13 +49,15 @@ class ModelProbe:
     Args:
         model: on the meta device, with our attention. It is of no use afterwards.
         expert_modules: names of its experts modules.
+        context_length: positions that a request may have, over which windows count.
 
     Attributes:
         attention: by layer.
         moe: each experts module, in the order in which the model runs them.
     """
 
-    def __init__(self, model: PreTrainedModel, expert_modules: list[str]):
+    def __init__(self, model: PreTrainedModel, expert_modules: list[str], context_length: int):
+        self._context_length = context_length
         self.attention: dict[int, AttentionShape] = {}
         self.moe: list[MoeShape] = []
         self._model = model.eval()
@@ -70,7 +73,8 @@ class ModelProbe:
             CheckpointError: attention is neither causal nor a sliding window, or takes what ours does not know.
         """
         AttentionInterface.register(_MASKS_NAME, _note_window)
-        AttentionMaskInterface.register(_MASKS_NAME, _mask_with_window)
+        masks = functools.partial(_mask_with_window, num_positions=self._context_length)
+        AttentionMaskInterface.register(_MASKS_NAME, masks)
         self._model.set_attn_implementation(_MASKS_NAME)
         # A mask for the tokens, though all are there: without one Transformers would look for packed requests. Some
         # families read it, so it is not on the meta device.
@@ -167,11 +171,10 @@ def _note_window(
 
 
 def _mask_with_window(
-    *, q_length: int, kv_length: int, mask_function: Sees, config: PreTrainedConfig, **_: Any
+    *, num_positions: int, q_length: int, kv_length: int, mask_function: Sees, **_: Any
 ) -> torch.Tensor:
     """The masks of the first run: shaped as any, and with the window written on it."""
     mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
-    num_positions: int = config.max_position_embeddings
     mask.num_positions = num_positions  # type: ignore[attr-defined]
     mask.window = window_of(mask_function, num_positions)  # type: ignore[attr-defined]
     return mask

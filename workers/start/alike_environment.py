@@ -16,8 +16,7 @@ OF_ONE_NODE = (
 )
 """How names end that belong to a node's own hardware, its place among others, or its address."""
 
-SECRET = "TOKEN"
-"""Part of the names of access tokens: they are neither passed on nor shown."""
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|_KEY$")
 
 _FAMILIES = (
     *("TORCH", "PYTORCH_", "GLOO_", "NCCL_", "NVSHMEM_", "UCX_", "UCC_", "FI_"),
@@ -46,13 +45,18 @@ _LOGS = ("_LOG", "_VERBOSE", "_VERBOSITY", "_STDERR")
 _SERVICE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)$")
 
 
+def is_secret(name: str) -> bool:
+    """Whether a name is that of an access token or a password: they are neither passed on nor shown."""
+    return _SECRET.search(name) is not None
+
+
 def has_to_be_alike(name: str) -> bool:
     """Whether a variable of this name has to have one value on every rank."""
     if name in _NAMES:
         return True
     if not name.startswith(_FAMILIES):
         return False
-    if name.endswith(_MAY_DIFFER_ENDS) or name.startswith(_MAY_DIFFER_BEGINS) or SECRET in name:
+    if name.endswith(_MAY_DIFFER_ENDS) or name.startswith(_MAY_DIFFER_BEGINS) or is_secret(name):
         return False
     return not any(part in name for part in _LOGS) and _SERVICE.search(name) is None
 
@@ -60,4 +64,5 @@ def has_to_be_alike(name: str) -> bool:
 def variables_alike(environment: Mapping[str, str]) -> str:
     """Names with values of the variables that have to be the same on every rank, one a line."""
     found = (f"{name}={value}" for name, value in sorted(environment.items()) if has_to_be_alike(name))
-    return "\n".join(one.replace("\n", "\\n") for one in found)
+    text = "\n".join(one.replace("\n", "\\n") for one in found)
+    return text.encode("utf-8", "backslashreplace").decode()  # values need not be valid text

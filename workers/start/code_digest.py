@@ -9,11 +9,30 @@ from collections.abc import Iterator
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
+import msgspec
+
+from ...dispatch.registry import plugged_in
+
 DISTRIBUTION = "expert-pool"
 
 _PACKAGE = __package__.partition(".")[0]
 RANK_SIDE = ("dispatch", "graphs", "workers")
 WHOLE = ("cluster", *RANK_SIDE)
+
+
+class LaunchedWith(msgspec.Struct, frozen=True):
+    """What the driver runs, for ranks to compare with; empty texts where there is no driver.
+
+    Attributes:
+        code: its `code_digest`.
+        plugged_in: its `plugged_in_digest`.
+    """
+
+    code: str = ""
+    plugged_in: str = ""
+
+
+NO_DRIVER = LaunchedWith()
 
 
 @functools.cache
@@ -36,19 +55,25 @@ def code_digest(folders: tuple[str, ...] = RANK_SIDE) -> str:
 
 def module_digest(module: str) -> str:
     """One name for the source of a module, or of all that a package holds; the reason where it cannot be found."""
+    digest = hashlib.sha256()
     try:
         spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError) as error:
-        return f"cannot be found ({error})"
-    if spec is None or spec.origin is None:
-        return "cannot be found"
-    digest = hashlib.sha256()
-    if spec.submodule_search_locations is None:
-        digest.update(Path(spec.origin).read_bytes())
-    else:
-        for name, source in _sources(importlib.resources.files(module), module):
-            digest.update(f"{name} {len(source)}\n".encode() + source)
+        if spec is None or spec.origin is None:
+            return "cannot be found"
+        if spec.submodule_search_locations is None:
+            digest.update(Path(spec.origin).read_bytes())
+        else:
+            for name, source in _sources(importlib.resources.files(module), module):
+                digest.update(f"{name} {len(source)}\n".encode() + source)
+    except Exception as error:  # to find a module of the user's own may run code of it
+        return f"cannot be found ({type(error).__name__}: {error})"
     return digest.hexdigest()[:16]
+
+
+def plugged_in_digest() -> str:
+    """The ways to the experts that plugins have registered, one a line, each with a name for the source that it comes
+    from: the module that a plugin imports its class from, or all of the package that has it."""
+    return "\n".join(f"{kind} {module_digest(module.partition('.')[0])}" for kind, module in plugged_in())
 
 
 def _sources(folder: Traversable, path: str) -> Iterator[tuple[str, bytes]]:

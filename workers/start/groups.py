@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 
 from ...dispatch.collectives import Collectives, GroupName
+from ...dispatch.errors import ConfigError
 from ...dispatch.registry import load_plugins
 from ..rank_config import RankConfig
 from ..sharing import SharingRanks
+from .code_digest import LaunchedWith
 from .same_start import facts_of, plugin_facts, require_same_start
 from .transports import unusable_settings
 
@@ -39,7 +41,7 @@ class Joined:
 
 
 def join_groups(
-    config: RankConfig, rank: int, device: torch.device, store: dist.Store, drivers_code: str = ""
+    config: RankConfig, rank: int, device: torch.device, store: dist.Store, launched_with: LaunchedWith
 ) -> Joined:
     """Form the process groups over the rendezvous; collective over all ranks.
 
@@ -48,12 +50,12 @@ def join_groups(
         rank: this rank.
         device: on which it computes.
         store: of the rendezvous.
-        drivers_code: see `facts_of`.
+        launched_with: see `facts_of`.
 
     Raises:
-        ConfigError: on every rank, when communication cannot use what the environment of some of them sets.
+        ConfigError: on every rank, when some of them cannot import a plugin, or communication cannot use what their
+            environment sets.
         GeometryError: on every rank, when some of them run other code, or read another model under the same path.
-        ConfigError: a plugin cannot be imported.
         RankError: others did not come in time.
     """
     layout, on_gpu = config.layout, device.type == "cuda"
@@ -62,10 +64,14 @@ def join_groups(
     step_timeout = timedelta(seconds=config.worker.device_timeout_s) if on_gpu else timeout
     if on_gpu:
         torch.cuda.set_device(device)
-    facts = facts_of(config.spec, config.weights != "random", drivers_code) + plugin_facts(config.plugins)
     unusable = unusable_settings(os.environ, on_gpu)
+    try:
+        load_plugins(config.plugins)
+    except ConfigError as error:  # said to all ranks: they would wait for this one
+        unusable = (*unusable, str(error))
+    facts = facts_of(config.spec, config.weights != "random", launched_with)
+    facts += plugin_facts(config.plugins, launched_with)
     require_same_start(store, rank, layout.world_size, facts, config.start_timeout_s, unusable)
-    load_plugins(config.plugins)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=store,

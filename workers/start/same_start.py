@@ -22,7 +22,7 @@ from ...dispatch.libraries import versions_of
 from ..model.checkpoint import weight_files
 from ..model.spec import ModelSpec, digest_of_config, digest_of_tokenizer
 from .alike_environment import variables_alike
-from .code_digest import DISTRIBUTION, code_digest, module_digest
+from .code_digest import DISTRIBUTION, NO_DRIVER, LaunchedWith, code_digest, module_digest, plugged_in_digest
 from .rendezvous import wait_for_all
 
 _LIBRARIES = (
@@ -62,21 +62,24 @@ class _Shown(msgspec.Struct, frozen=True):
 
 
 def facts_of(
-    spec: ModelSpec, reads_weights: bool, drivers_code: str = "", environment: Mapping[str, str] = os.environ
+    spec: ModelSpec,
+    reads_weights: bool,
+    launched_with: LaunchedWith = NO_DRIVER,
+    environment: Mapping[str, str] = os.environ,
 ) -> tuple[Fact, ...]:
     """What this rank brings; the same number of facts on every rank.
 
     Args:
         spec: of the model, as it was found where the pool was launched; equal on every rank.
         reads_weights: whether ranks read the folder's weights; equal on every rank.
-        drivers_code: `code_digest` of the driver, equal on every rank; empty where there is none.
+        launched_with: what the driver runs, equal on every rank.
         environment: of this rank.
     """
     same_code = f"install the same {DISTRIBUTION} on all nodes, and launch the pool anew"
     same_folder = "have one model folder on all nodes"
     same_variables = "set them alike on all nodes, or in worker.environment, which every rank gets"
     facts = [
-        Fact("their code", code_digest(), same_code, drivers_code),
+        Fact("their code", code_digest(), same_code, launched_with.code),
         Fact("libraries that they import", versions_of(_LIBRARIES), "install the same versions on all nodes"),
         Fact("what they communicate by (environment)", variables_alike(environment), same_variables),
         Fact(f"config.json of model={spec.path!r}", digest_of_config(spec.path), same_folder, spec.config_digest),
@@ -89,10 +92,18 @@ def facts_of(
     return tuple(facts)
 
 
-def plugin_facts(plugins: Sequence[str]) -> tuple[Fact, ...]:
-    """The modules of the setting `plugins` as this rank has them; one fact each, and so as many on every rank."""
+def plugin_facts(plugins: Sequence[str], launched_with: LaunchedWith = NO_DRIVER) -> tuple[Fact, ...]:
+    """The modules of the setting `plugins` as this rank has them, and what they have registered; they are loaded.
+
+    Returns:
+        As many facts on every rank.
+    """
+    if not plugins:
+        return ()
     advice = "have the same module on all nodes"
-    return tuple(Fact(f"module {module!r} of plugins", module_digest(module), advice) for module in plugins)
+    modules = [Fact(f"module {module!r} of plugins", module_digest(module), advice) for module in plugins]
+    source = "have the same source of them on all nodes, and where the pool is launched"
+    return (*modules, Fact("what plugins registered", plugged_in_digest(), source, launched_with.plugged_in))
 
 
 def require_same_start(
@@ -111,7 +122,7 @@ def require_same_start(
         world_size: how many there are.
         facts: in the same order on every rank that runs the same code.
         timeout_s: for the slowest rank, whose storage may be cold; `placement.start_timeout_s`.
-        unusable: what this rank cannot communicate with, each with what to change; see `transports`.
+        unusable: what keeps this rank from starting, each with what to change: a plugin, or see `transports`.
 
     Raises:
         RankError: names the ranks that did not show theirs in time.
@@ -124,7 +135,7 @@ def require_same_start(
     shown = [msgspec.json.decode(one, type=_Shown) for one in told]
     differs = _what_differs(facts, shown)
     if problems := [f"rank {other} on {one.host}: {what}" for other, one in enumerate(shown) for what in one.unusable]:
-        error: ExpertPoolError = ConfigError(f"ranks cannot communicate: {'; '.join(problems)}")
+        error: ExpertPoolError = ConfigError(f"ranks cannot start: {'; '.join(problems)}")
     elif differs is not None:
         error = GeometryError(f"ranks disagree before a step: {differs}")
     else:

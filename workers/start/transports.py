@@ -3,7 +3,9 @@
 There a wrong name would raise on that rank alone, and the others would wait for it.
 """
 
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import psutil
 import torch.distributed as dist
@@ -29,7 +31,7 @@ def unusable_settings(environment: Mapping[str, str], on_gpu: bool) -> tuple[str
         environment: of this process, which is what Gloo is asked with.
         on_gpu: whether ranks run on GPUs.
     """
-    interfaces = sorted(psutil.net_if_addrs())
+    interfaces = sorted(name for name, assigned in psutil.net_if_addrs().items() if _has_address(assigned))
     named = {name for name in environment.get(GLOO_IFNAME, "").split(",") if name}
     unusable = []
     if unknown := sorted(named - set(interfaces)):
@@ -46,6 +48,11 @@ def unusable_settings(environment: Mapping[str, str], on_gpu: bool) -> tuple[str
     return tuple(unusable)
 
 
+def _has_address(assigned: Sequence[Any]) -> bool:
+    """Whether an interface can be reached: some have only a number of their hardware."""
+    return any(entry.family in (socket.AF_INET, socket.AF_INET6) for entry in assigned)
+
+
 def _unmatched(value: str, interfaces: list[str]) -> list[str]:
     """The names of a list of NCCL's, none of which is there; empty where one is."""
     names = [name.split(":")[0] for name in value.removeprefix("=").split(",") if name]
@@ -56,8 +63,8 @@ def _unmatched(value: str, interfaces: list[str]) -> list[str]:
 
 def _names_no_interface(variable: str, value: str, unknown: list[str], interfaces: list[str]) -> str:
     return (
-        f"{variable}={value!r} names {', '.join(unknown)}, which is no network interface here: there are "
-        f"{', '.join(interfaces)}"
+        f"{variable}={value!r} names {', '.join(unknown)}, which is no network interface with an address here: "
+        f"there are {', '.join(interfaces)}"
     )
 
 

@@ -1,5 +1,6 @@
 """The output, a file or parts in a store: continued where it stopped, never repeated, never mixed up."""
 
+import errno
 import os
 import resource
 import shutil
@@ -10,7 +11,7 @@ import fsspec
 import msgspec
 import pytest
 from expert_pool.cluster import ConfigError, ExpertPoolError
-from expert_pool.cluster.cli import object_output
+from expert_pool.cluster.cli import object_output, output
 from expert_pool.cluster.cli.object_output import PartsWriter
 from expert_pool.cluster.cli.output import CompletionWriter, open_output
 from expert_pool.cluster.cli.output_line import OutputLine
@@ -151,6 +152,29 @@ def test_lines_changed_in_place_are_found_when_the_run_ends(tmp_path):
         with pytest.raises(ExpertPoolError, match=spoilt) as raised:
             writer.verify()
         assert not isinstance(raised.value, ConfigError)
+
+
+def test_a_file_that_cannot_be_read_back_is_not_called_changed(tmp_path, monkeypatch):
+    def unreadable(file, source):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with CompletionWriter(str(tmp_path / "out.jsonl")) as writer:
+        writer.write(line("a"))
+        monkeypatch.setattr(output, "finished_in", unreadable)
+        with pytest.raises(ExpertPoolError, match=r"cannot be read back: Input/output error; run again to see"):
+            writer.verify()
+
+
+def test_parts_that_are_gone_are_missed_however_often_one_looks(store):
+    filesystem, url = store
+    with PartsWriter(url) as writer:
+        for key in "ab":
+            writer.write(line(key))
+            writer.flush()
+        filesystem.rm(sorted(filesystem.glob(f"{url}/*.jsonl"))[0])
+        for _ in range(2):
+            with pytest.raises(ExpertPoolError, match="1 of 2 finished requests are no longer there"):
+                writer.verify()
 
 
 def test_a_run_that_wrote_nothing_leaves_no_empty_file_but_keeps_one_that_was_there(tmp_path):

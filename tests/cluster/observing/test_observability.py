@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import ray
 import torch
@@ -281,6 +282,14 @@ def test_a_rank_remembers_the_last_steps_and_their_late_stages():
 def test_a_clock_is_read_from_the_fastest_answer():
     offset = offset_of([(10.0, 103.0, 16.0), (20.0, 110.5, 21.0), (30.0, 121.9, 32.0)])
     assert offset == 20.5 - 110.5
+
+
+def test_what_others_wrote_commands_no_terminal_that_shows_a_status(pool):
+    status = msgspec.structs.replace(pool.status(), failure="\x1b]0;mine\x07 lost", notice="\x1b[2J gone")
+    piped = io.StringIO()
+    print_status(status, Console(file=piped, width=200))
+    assert r"failed: \x1b]0;mine\x07 lost" in piped.getvalue()
+    assert "\x1b" not in piped.getvalue()
 
 
 def test_status_shows_ranks_batches_and_graphs(pool):

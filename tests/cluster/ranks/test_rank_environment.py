@@ -16,7 +16,7 @@ def test_prefixes_that_matter_are_passed_and_what_belongs_to_a_node_or_a_person_
     passed += ("TORCH_GLOO_LAZY_INIT", "TORCH_DISTRIBUTED_DEBUG", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
     assert [name for name in passed if not is_passed(name)] == []
     kept = ("PATH", "CUDA_VISIBLE_DEVICES", "HF_TOKEN", "HOME", "OMP_SCHEDULE", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA")
-    kept += ("TORCH_X_TOKEN",)
+    kept += ("TORCH_X_TOKEN", "TORCH_API_KEY", "FI_SECRET_ID", "TORCHX_PASSWORD", "PYTORCH_CREDENTIALS")
     kept += ("GLOO_SOCKET_IFNAME", "NVSHMEM_HCA_LIST", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "NCCL_TOPO_FILE")
     kept += ("NCCL_RAS_ADDR", "NCCL_MNNVL_CLIQUE_ID", "NCCL_MNNVL_UUID")
     assert [name for name in kept if is_passed(name)] == []

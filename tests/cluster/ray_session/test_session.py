@@ -251,7 +251,12 @@ def a_relative_path(folder: Path, monkeypatch) -> str:
     return r"the folder is not an absolute path"
 
 
-FOLDERS = [no_room, a_long_path, a_file_there, a_file_on_the_way, a_relative_path]
+def a_name_too_long(folder: Path, monkeypatch) -> str:
+    monkeypatch.setenv("RAY_TMPDIR", str(folder / ("x" * 300)))
+    return r"File name too long: "
+
+
+FOLDERS = [no_room, a_long_path, a_name_too_long, a_file_there, a_file_on_the_way, a_relative_path]
 
 
 @pytest.mark.parametrize("unusable", FOLDERS)

@@ -40,6 +40,15 @@ def test_yarn_stretches_the_length_of_pretraining_and_nothing_shortens_what_the_
     assert inspect_model(str(tmp_path)).context_length == context
 
 
+@pytest.mark.parametrize(("window", "found"), [(64, 64), (512, 512), (1024, 1024), (4 * WITHOUT_YARN, None)])
+def test_a_window_within_the_stretched_length_is_a_window(window, found, tmp_path):
+    config = FAMILIES["qwen3_moe"](rope_parameters=YARN)
+    config.use_sliding_window, config.sliding_window, config.max_window_layers = True, window, 0
+    config.layer_types = ["sliding_attention"] * config.num_hidden_layers
+    config.save_pretrained(tmp_path)
+    assert {layer.sliding_window for layer in inspect_model(str(tmp_path)).attention} == {found}
+
+
 def test_tokens_beyond_max_position_embeddings_equal_transformers(tmp_path: Path):
     rope = changed(YARN, original_max_position_embeddings=96)
     save_random_model("qwen3_moe", tmp_path, max_position_embeddings=128, rope_parameters=rope)

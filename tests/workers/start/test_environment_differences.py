@@ -6,9 +6,12 @@ Names come from PyTorch's binaries and sources as they are installed, so that th
 import os
 import random
 import re
+import socket
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from expert_pool.cluster.ranks.environment import is_passed
@@ -142,7 +145,7 @@ def test_a_variable_that_all_ranks_have_is_theirs_to_use(name, value, tiny_moe):
 def test_a_value_that_communication_cannot_use_is_named_on_every_rank(name, value, said, ranks_with_it, tiny_moe):
     told = said_by_joining([{name: value} if rank in ranks_with_it else {} for rank in range(RANKS)], tiny_moe)
     for one in told:
-        assert re.search("^ConfigError: ranks cannot communicate: ", one), one
+        assert re.search("^ConfigError: ranks cannot start: ", one), one
         assert re.search(rf"rank \d on [^:]*: {said}", one), one
         assert [rank for rank in range(RANKS) if f"rank {rank} on" in one] == list(ranks_with_it)
 
@@ -156,7 +159,9 @@ def test_a_value_that_communication_cannot_use_is_named_on_every_rank(name, valu
 )
 def test_names_of_interfaces_for_nccl_are_read_as_nccl_reads_them(value, is_unusable, monkeypatch):
     """A list of prefixes, of which one has to be there; `=` before it makes them names, `^` excludes them."""
-    monkeypatch.setattr(transports.psutil, "net_if_addrs", lambda: {"lo": [], "wlan0": []})
+    address = SimpleNamespace(family=socket.AF_INET)
+    others = {"wlan0": [address], "eth8": [SimpleNamespace(family=psutil.AF_LINK)]}
+    monkeypatch.setattr(transports.psutil, "net_if_addrs", lambda: {"lo": [address], **others})
     said = transports.unusable_settings({"NCCL_SOCKET_IFNAME": value}, on_gpu=True)
     assert [one.split("=")[0] for one in said] == ["NCCL_SOCKET_IFNAME"] * is_unusable
     assert transports.unusable_settings({"NCCL_SOCKET_IFNAME": value}, on_gpu=False) == ()

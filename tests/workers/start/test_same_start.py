@@ -25,7 +25,7 @@ from expert_pool.dispatch.errors import CheckpointError, GeometryError, RankErro
 from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.model.spec import ModelSpec
 from expert_pool.workers.start.alike_environment import has_to_be_alike, variables_alike
-from expert_pool.workers.start.code_digest import code_digest
+from expert_pool.workers.start.code_digest import LaunchedWith, code_digest
 from expert_pool.workers.start.same_start import Fact, facts_of, require_same_start
 from safetensors.torch import load_file, save_file
 
@@ -184,7 +184,7 @@ def test_of_variables_that_differ_those_alone_are_said(tiny_moe):
 
 def said_to_ranks(specs: list[ModelSpec], drivers_code: str = "") -> list[str]:
     """What each rank is told that starts from this model; see `said_about`."""
-    return said_about([facts_of(spec, True, drivers_code) for spec in specs])
+    return said_about([facts_of(spec, True, LaunchedWith(drivers_code)) for spec in specs])
 
 
 def said_about(facts: list[tuple[Fact, ...]]) -> list[str]:

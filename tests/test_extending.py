@@ -319,9 +319,7 @@ def join_from(folder: Path, config: RankConfig, rank: int, meeting: Any, reports
 
 def another_version(folder: Path) -> str:
     (folder / f"{PLUGIN}.py").write_text(f"{REGISTERS}# of another version\n")
-    return (
-        rf"ranks disagree before a step: module '{PLUGIN}' of plugins differs \(.*same module on all nodes"
-    )
+    return rf"ranks disagree before a step: module '{PLUGIN}' of plugins differs \(.*same module on all nodes"
 
 
 def what_it_imports_in_another_version(folder: Path) -> str:
@@ -334,9 +332,7 @@ def what_it_imports_in_another_version(folder: Path) -> str:
 
 def one_that_cannot_be_imported(folder: Path) -> str:
     (folder / f"{PLUGIN}.py").write_text("raise RuntimeError('no licence')\n")
-    return (
-        rf"ranks cannot start: rank 1 on .*: plugins: module '{PLUGIN}' cannot be imported: RuntimeError: no .*"
-    )
+    return rf"ranks cannot start: rank 1 on .*: plugins: module '{PLUGIN}' cannot be imported: RuntimeError: no .*"
 
 
 OTHERS = [another_version, what_it_imports_in_another_version, one_that_cannot_be_imported]

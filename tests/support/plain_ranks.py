@@ -124,7 +124,7 @@ class ForkedRanks:
         self._reports: Any = CONTEXT.Queue()
         self.processes = [
             CONTEXT.Process(
-                target=_gang_main,
+                target=_forked_main,
                 args=(self.rank_config, rank, self._commands, self._commands[rank], self._reports, graphs),
                 daemon=True,
             )
@@ -195,7 +195,7 @@ def run_on_ranks(config: PoolConfig, function: Callable[..., Any], *args: Any, g
         return rank_set.call(function, *args)
 
 
-def _gang_main(
+def _forked_main(
     config: RankConfig, rank: int, all_commands: list[Any], commands: Any, reports: Any, graphs: bool
 ) -> None:
     try:

@@ -9,6 +9,7 @@ from ...dispatch.errors import ConfigError
 from ..config import GenerationConfigName
 from ..request import SamplingParams
 
+MODELOPT_FILE = "hf_quant_config.json"
 _TOKENIZER_FILES = (
     "tokenizer*",
     "vocab*",
@@ -140,6 +141,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         config_digest: of `config.json`, where the model was looked at; empty where it was not.
         tokenizer_digest: likewise, of the files that a tokenizer is read from.
         generation: what the folder asks of `generate`.
+        checkpoint_format: how the weights are stored, see `formats.registry`.
     """
 
     path: str
@@ -158,6 +160,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     config_digest: str = ""
     tokenizer_digest: str = ""
     generation: GenerationSettings = GenerationSettings()
+    checkpoint_format: str = "plain"
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -175,11 +178,16 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
 
 def digest_of_config(path: str) -> str:
-    """One name for a model folder's `config.json`; the reason where it cannot be read."""
+    """One name for a model folder's `config.json` and what says beside it how weights are stored; the reason where it
+    cannot be read."""
+    folder = Path(path)
     try:
-        return hashlib.sha256((Path(path) / "config.json").read_bytes()).hexdigest()[:16]
+        digest = hashlib.sha256((folder / "config.json").read_bytes())
+        if (folder / MODELOPT_FILE).is_file():
+            digest.update((folder / MODELOPT_FILE).read_bytes())
     except OSError as error:
         return f"unreadable ({error.strerror})"
+    return digest.hexdigest()[:16]
 
 
 def digest_of_tokenizer(path: str) -> str:

@@ -33,6 +33,7 @@ class AttentionShape(msgspec.Struct, frozen=True):
         scaling: of the logits.
         sliding_window: keys a position sees, itself included; `None`: all before it.
         has_sinks: whether each head has a logit without a value.
+        noted: numbers that an attention has to know beside these, by name; see `AttentionWay.notes`.
     """
 
     num_kv_heads: int
@@ -42,6 +43,7 @@ class AttentionShape(msgspec.Struct, frozen=True):
     scaling: float
     sliding_window: int | None = None
     has_sinks: bool = False
+    noted: tuple[tuple[str, int], ...] = ()
 
     @property
     def width(self) -> int:

@@ -27,6 +27,7 @@ from ..workers.config import (
 from ..workers.model.spec import ModelSpec
 from ..workers.rank_config import RankConfig
 from ..workers.request import SamplingParams
+from ..workers.sizes.kv_blocks import bytes_per_token
 from .decoding import decode, read_mapping
 from .driver.recovery import RecoveryConfig
 
@@ -229,10 +230,7 @@ def resolve_unchecked(config: PoolConfig, spec: ModelSpec, environment: Mapping[
         num_blocks = blocks_of_one_context * config.limits.max_running_requests
         if config.worker.device == "cuda":
             utilization = config.cache.gpu_memory_utilization
-        else:
-            affordable = config.cache.max_bytes // (spec.kv_bytes_per_token * block_size)
-            num_blocks = max(blocks_of_one_context, min(num_blocks, affordable))
-    return RankConfig(
+    resolved = RankConfig(
         spec=spec,
         layout=layout,
         limits=limits,
@@ -250,6 +248,11 @@ def resolve_unchecked(config: PoolConfig, spec: ModelSpec, environment: Mapping[
         start_timeout_s=config.placement.start_timeout_s,
         default_sampling=spec.generation.sampling if config.generation_config == "model" else SamplingParams(),
     )
+    if config.cache.num_tokens is None and utilization is None:
+        affordable = config.cache.max_bytes // (bytes_per_token(resolved) * block_size)
+        num_blocks = max(blocks_of_one_context, min(num_blocks, affordable))
+        resolved = msgspec.structs.replace(resolved, num_blocks=num_blocks + 1)
+    return resolved
 
 
 def configuration_problems(config: RankConfig) -> tuple[str, ...]:

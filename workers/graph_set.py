@@ -13,8 +13,8 @@ from ..graphs.lockstep import LockstepRank
 from ..graphs.plan import CaptureEntry
 from ..graphs.runner import GraphModel, GraphRunner
 from ..graphs.static import StaticBuffers
-from .attention.backend import AttentionBackend
 from .attention.kv_cache import BlockAllocator
+from .attention.registry import chosen
 from .model.target import TargetModel
 from .rank_config import RankConfig
 from .scheduling.sampler import greedy
@@ -38,7 +38,6 @@ class RecordingMeans:
         config: what the rank was built from.
         allocator: of its KV blocks.
         path: to the experts.
-        attention: over the target's cache.
         device: of this rank.
     """
 
@@ -47,17 +46,15 @@ class RecordingMeans:
         config: RankConfig,
         allocator: BlockAllocator,
         path: ExpertPath,
-        attention: AttentionBackend,
         device: torch.device,
     ):
         self._device = device
         self._config = config
-        self._attention = attention
         self._allocator = allocator
         self._path = path
 
     def __call__(self, entry: CaptureEntry) -> str | None:
-        refusal = self._attention.refusal(entry)
+        refusal = chosen(self._config).entry_refusal(self._config, entry)
         if refusal is not None:
             return refusal
         requests = entry.bucket if KINDS[entry.kind].unit == "requests" else 1

@@ -1,4 +1,4 @@
-"""What a rank's attention keeps, whatever computes it: a backend over the paged cache, and its batch of one step."""
+"""What a rank's attention keeps, whatever computes it: a paged cache, a backend over it, and its batch of one step."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -6,7 +6,35 @@ from typing import Protocol
 import torch
 
 from ...graphs.plan import CaptureEntry
+from ..model.spec import AttentionShape
 from ..scheduling.inputs import StepInputs
+
+
+class PagedCache(Protocol):
+    """What a rank keeps of its requests' tokens, in blocks; what else its attention asks of it is between the two."""
+
+    @property
+    def shapes(self) -> tuple[AttentionShape, ...]:
+        """Of each layer."""
+        ...
+
+    @property
+    def block_size(self) -> int:
+        """Tokens that a block holds."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """What is allocated."""
+        ...
+
+    def write(self, layer: int, slots_T: torch.Tensor, key_THD: torch.Tensor, value_THD: torch.Tensor) -> None:
+        """Store the keys and values of `T` tokens; slot `s` is place `s % block_size` of block `s // block_size`."""
+        ...
+
+    def read(self, layer: int, block_table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first `length` keys `[length, H, D]` and values of a request whose blocks are `block_table` (int64)."""
+        ...
 
 
 class AttendingBatch(Protocol):
@@ -34,11 +62,7 @@ class AttendingBatch(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """How a rank attends over its paged cache."""
-
-    def refusal(self, entry: CaptureEntry) -> str | None:
-        """Why a kind of step can have no graph with this attention; `None` where it can."""
-        ...
+    """How a rank attends over its paged cache; which steps it can be recorded in, its `AttentionWay` says."""
 
     def graph_bytes(self, entries: Sequence[CaptureEntry]) -> int:
         """Memory that graphs of these entries take for attention alone, beside inputs and outputs; an upper bound."""

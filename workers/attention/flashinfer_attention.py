@@ -20,7 +20,6 @@ from ...dispatch.budgets.geometry import pad_to_ranks
 from ...graphs.plan import CaptureEntry
 from ..model.spec import AttentionShape
 from ..scheduling.inputs import StepInputs
-from ..sizes.attention import planned_refusal
 from .kv_cache import PADDING_BLOCK, KvCache
 from .paged import layer_index
 
@@ -125,10 +124,6 @@ class FlashInferAttention:
         self._planned = torch.cuda.Event()
         self._groups: dict[AttentionShape, _Group] = {shape: _Group(shape) for shape in shapes}
         self._group_of_layer = [self._groups[shape] for shape in shapes]
-
-    def refusal(self, entry: CaptureEntry) -> str | None:
-        """Why a kind of step has no graph with this attention; `None` where it has."""
-        return planned_refusal(entry)
 
     def graph_bytes(self, entries: Sequence[CaptureEntry]) -> int:
         """One wrapper a graph and kind of layer."""

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from ...graphs.plan import CaptureEntry
 from ..model.spec import AttentionShape
 from ..scheduling.inputs import StepInputs
-from ..sizes.attention import gathered_bytes, gathered_refusal
+from .backend import AttendingBatch
+from .gathered_way import gathered_bytes
 from .kv_cache import KvCache
-from .paged import PagedBatch, SdpaAttention, layer_index
+from .paged import SdpaAttention, layer_index
 
 # The gather, the copy without what is masked, and the same again inside the attention kernel.
 _COPIES = 3
@@ -36,9 +37,6 @@ class GatheredAttention:
         self._eager = SdpaAttention(cache, device)
         self._request_bytes = gathered_bytes(shapes, context_length, cache.block_size, cache.itemsize)
 
-    def refusal(self, entry: CaptureEntry) -> str | None:
-        return gathered_refusal(entry, self._request_bytes)
-
     def graph_bytes(self, entries: Sequence[CaptureEntry]) -> int:
         """Graphs of one pool run one at a time and share this memory, so it is the largest one's."""
         return _COPIES * max((entry.bucket for entry in entries), default=0) * self._request_bytes
@@ -46,9 +44,7 @@ class GatheredAttention:
     def prepare(self, entry: CaptureEntry, values: Mapping[str, torch.Tensor]) -> None:
         pass
 
-    def batch(
-        self, inputs: StepInputs, entry: CaptureEntry | None, slots_T: torch.Tensor
-    ) -> "GatheredBatch | PagedBatch":
+    def batch(self, inputs: StepInputs, entry: CaptureEntry | None, slots_T: torch.Tensor) -> AttendingBatch:
         if entry is None:
             return self._eager.batch(inputs, None, slots_T)
         return GatheredBatch(self._cache, inputs)

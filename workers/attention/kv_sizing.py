@@ -5,6 +5,7 @@ left of the share that `cache.gpu_memory_utilization` gives, less an estimate fo
 ranks take the smallest number of blocks that fits on any of them, so a request that fits on one fits on all.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from ...dispatch.collectives import all_gather_tensors
 from ...dispatch.errors import ConfigError
 from ...dispatch.moe import MoeExchange
 from ...graphs.lockstep import LockstepRank
-from ...graphs.plan import CaptureEntry, plan_captures
+from ...graphs.plan import CaptureEntry
 from ..agreement import Agreement, StateReader
 from ..model.target import TargetModel
 from ..rank_config import RankConfig
@@ -28,12 +29,14 @@ from ..scheduling.inputs import StepInputs
 from ..scheduling.sampler import sample
 from ..scheduling.scheduler import BatchKind
 from ..scheduling.sequence import TokenSequence
-from ..sizes.attention import GRAPH_BYTES
+from ..sizes.attention import GRAPH_BYTES, recorded_entries
 from ..sizes.kv_blocks import PADDING_BLOCK, PADDING_SLOT, block_bytes, blocks_of_context, least_blocks
 from ..sizes.step_inputs import static_bytes
 from ..step_plan import Proposal
-from .choice import make_attention
-from .kv_cache import KvCache
+from .backend import AttentionBackend, PagedCache
+from .registry import choice, chosen
+
+logger = logging.getLogger(__name__)
 
 
 class MemoryReading(NamedTuple):
@@ -60,10 +63,19 @@ def make_target(
     config: RankConfig, model: PreTrainedModel, exchange: MoeExchange, num_blocks: int, device: torch.device
 ) -> TargetModel:
     """The model over a KV cache of this many blocks, the padding block included."""
-    dtype = getattr(torch, config.spec.dtype)
     with torch.inference_mode(False):
-        cache = KvCache(config.spec.attention, num_blocks, config.block_size, dtype, device)
-    return TargetModel(model, exchange, cache, make_attention(config, cache, device), device)
+        cache = chosen(config).make_cache(config, num_blocks, device)
+    return TargetModel(model, exchange, cache, make_attention(config, model, cache, device), device)
+
+
+def make_attention(
+    config: RankConfig, model: PreTrainedModel, cache: PagedCache, device: torch.device
+) -> AttentionBackend:
+    """The attention that ranks take, over a cache of its own; the same on every rank."""
+    attention, reason = choice(config)
+    if reason is not None and attention.computed_in == "torch":
+        logger.warning("attention runs in PyTorch: %s", reason)
+    return attention.make(config, model, cache, device)
 
 
 def measured_blocks(
@@ -90,8 +102,7 @@ def measured_blocks(
     target = make_target(config, model, exchange, 1, device)
     state = StateReader(config, exchange.path, LockstepRank(exchange.rank, {}, lambda _: None))
     reading, step_bytes = read_memory(partial(run_largest_step, config, target, agreement, state), device)
-    refusal = target.attention.refusal
-    entries = [entry for entry in plan_captures(config.limits).entries if refusal(entry) is None]
+    entries = recorded_entries(config)
     attention_bytes = target.attention.graph_bytes(entries)
     reserved = graph_reserve(config, entries, step_bytes, attention_bytes)
     return agree_on_blocks(reading._replace(graphs=reserved), config, host_group)

@@ -15,8 +15,7 @@ from transformers import AttentionInterface
 from ...dispatch.errors import CheckpointError
 from ...graphs.plan import CaptureEntry
 from ..scheduling.inputs import StepInputs
-from .backend import AttendingBatch
-from .kv_cache import KvCache
+from .backend import AttendingBatch, PagedCache
 
 ATTENTION_NAME = "expert_pool_paged"
 # What models hand their attention that changes nothing here: dropout is for training, positions are in queries and keys
@@ -84,12 +83,9 @@ class SdpaAttention:
         device: of the rank.
     """
 
-    def __init__(self, cache: KvCache, device: torch.device):
+    def __init__(self, cache: PagedCache, device: torch.device):
         self._cache = cache
         self._device = device
-
-    def refusal(self, entry: CaptureEntry) -> str | None:
-        return None
 
     def graph_bytes(self, entries: Sequence[CaptureEntry]) -> int:
         return 0
@@ -143,7 +139,7 @@ class PagedBatch:
 
     def __init__(
         self,
-        cache: KvCache,
+        cache: PagedCache,
         slots_T: torch.Tensor | None,
         attending: list[AttendingRows],
         cache_layer: int | None = None,

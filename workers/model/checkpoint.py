@@ -1,19 +1,17 @@
 """From safetensors files to a sharded model: a rank reads dense weights in full, and of the experts only its own.
 
-Model code, name conversion and sharded reading are Transformers'. This module finds the files, says what is wrong with
-them before anything starts, and plugs our dispatch into the expert-parallel hook while the model is still on the meta
-device, so that the loader never reads an expert that lives elsewhere.
+Model code, name conversion and sharded reading are Transformers'. This module shows it the files as the checkpoint's
+format has them (`formats`), says what is wrong with them before anything starts, and plugs our dispatch into the
+expert-parallel hook while the model is still on the meta device, so that the loader never reads an expert that lives
+elsewhere.
 """
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import DistributedConfig, PreTrainedModel
@@ -21,99 +19,29 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.distributed.expert_parallel import EPImplementationInterface, apply_expert_parallelism
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ...dispatch.errors import CheckpointError
 from ...dispatch.moe import ExpertParallelExperts, MoeExchange
 from ..attention.paged import ATTENTION_NAME, register_attention
 from ..rank_config import ReadFile
+from .formats.contract import CheckpointFormat, Header, StoredTensor
+from .formats.expanded import ExpandedTensor
+from .formats.registry import format_of
 from .inspection import build_meta_model, expert_parallel_plan, read_config
 from .spec import ModelSpec, MoeShape
-from .weights_digest import DigestedSlice, WeightsDigest
+from .weight_files import headers_of, open_slices
+from .weights_digest import WeightsDigest
 
 EP_IMPLEMENTATION_NAME = "expert_pool"
 EXPERTS_IMPLEMENTATION = "grouped_mm"
-_FLOATS = ("F64", "F32", "F16", "BF16")
-
-
-def weight_files(path: str) -> list[Path]:
-    """The safetensors files of a model folder, in order, as Transformers prefers them: what `transformers_weights` of
-    `config.json` names, a single file, an index with its shards.
-
-    Raises:
-        CheckpointError: there are none, or what the configuration or the index names is missing or no such file.
-    """
-    folder = Path(path)
-    first = _named_in_config(folder)
-    if first is None:
-        has_index = not (folder / SAFE_WEIGHTS_NAME).is_file() and (folder / SAFE_WEIGHTS_INDEX_NAME).is_file()
-        first = SAFE_WEIGHTS_INDEX_NAME if has_index else SAFE_WEIGHTS_NAME
-    is_index = first.endswith(".index.json")
-    files = [folder / first]
-    if is_index and files[0].is_file():
-        try:
-            weight_map: dict[str, str] = json.loads(files[0].read_text())["weight_map"]
-            files = [folder / name for name in sorted(set(weight_map.values()))]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"model={path!r}: {first} cannot be read: {error!r}") from error
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        hint = "" if is_index else " (weights have to be in safetensors format)"
-        raise CheckpointError(f"model={path!r}: weight files missing: {', '.join(missing)}{hint}")
-    return files
-
-
-def _named_in_config(folder: Path) -> str | None:
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"model={str(folder)!r}: its config.json cannot be read: {error}") from error
-    name = config.get("transformers_weights") if isinstance(config, dict) else None
-    if name is None:
-        return None
-    endings = (".safetensors", ".safetensors.index.json")
-    if not isinstance(name, str) or not name.endswith(endings) or Path(name).name != name:
-        raise CheckpointError(
-            f"model={str(folder)!r}: transformers_weights={name!r} in its config.json names no file of the folder "
-            f"that ends in {' or '.join(endings)}"
-        )
-    return name
-
-
-def open_slices(path: str, digest: WeightsDigest | None = None) -> dict[str, Any]:
-    """Every tensor of the checkpoint as a lazy slice, by its name in the file; only headers are read.
-
-    `pread` instead of the default memory map: a mapped file counts towards the rank's memory as it is read.
-
-    Args:
-        path: of the model folder.
-        digest: takes in whatever is read of them.
-
-    Raises:
-        CheckpointError: a file is missing, truncated or not in safetensors format.
-    """
-    slices: dict[str, Any] = {}
-    for file in weight_files(path):
-        try:
-            handle = safe_open(file, framework="pt", device="cpu", backend="pread")
-            opened = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (not a mapping)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"model={path!r}: {file.name} is truncated or not in safetensors format: {error}"
-            ) from error
-        if digest is not None:
-            opened = {name: DigestedSlice(piece, file.name, name, digest) for name, piece in opened.items()}
-        slices.update(opened)
-    return slices
 
 
 class _ShapeOf:
     """A lazy tensor without values, which remembers whether the loader takes it."""
 
-    def __init__(self, piece: Any, dtype: torch.dtype):
-        self.file_dtype: str = piece.get_dtype()
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype):
         self.is_taken = False
-        self._shape, self._dtype = piece.get_shape(), dtype
+        self._shape, self._dtype = list(shape), dtype
 
     def get_shape(self) -> list[int]:
         return self._shape
@@ -127,14 +55,16 @@ def check_weights(spec: ModelSpec) -> None:
     """Refuse a checkpoint that is incomplete, by a dry run of the loader on shapes; reads headers only.
 
     Raises:
-        CheckpointError: a file is missing or truncated, or weights are missing, of the wrong shape or no floats.
+        CheckpointError: a file is missing or truncated, or weights are missing, or of a shape or a dtype that the model
+            or the checkpoint's format does not have.
     """
-    slices = open_slices(spec.path)
-    if absent := absent_expert_weights(slices, spec.moe):
+    checkpoint_format, headers = format_of(spec), headers_of(open_slices(spec.path))
+    stored = checkpoint_format.tensors(headers)
+    if absent := absent_expert_weights(stored, spec.moe):
         raise CheckpointError(f"model={spec.path!r}: {len(absent)} weight(s) missing: {_listed(absent)}")
     config = read_config(spec.path)
     model = build_meta_model(config, getattr(torch, spec.dtype))
-    shapes = {name: _ShapeOf(piece, getattr(torch, spec.dtype)) for name, piece in slices.items()}
+    shapes = {name: _ShapeOf(one.shape, getattr(torch, spec.dtype)) for name, one in stored.items()}
     load_config = LoadStateDictConfig(
         dtype=getattr(torch, spec.dtype),
         weight_mapping=get_model_conversion_mapping(model),
@@ -146,22 +76,38 @@ def check_weights(spec: ModelSpec) -> None:
     model.tie_weights(missing_keys=loading_info.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(loading_info)
     refuse_incomplete(spec.path, loading_info.to_dict() | {"conversion_errors": loading_info.conversion_errors})
-    _refuse_casts(spec.path, shapes, model)
+    taken = {name: stored[name] for name, shape in sorted(shapes.items()) if shape.is_taken}
+    _refuse_parts(spec.path, taken, headers, model)
+    if problems := checkpoint_format.header_problems(headers):
+        raise CheckpointError(f"model={spec.path!r}: {'; '.join(problems)}")
 
 
-def _refuse_casts(path: str, shapes: Mapping[str, _ShapeOf], model: PreTrainedModel) -> None:
-    """The loader casts whatever it takes: integers to floats, as quantised weights without their scales."""
+def _refuse_parts(
+    path: str, taken: Mapping[str, StoredTensor], headers: Mapping[str, Header], model: PreTrainedModel
+) -> None:
+    """Hold files to what their format has in them.
+
+    The loader casts whatever it takes as it is: integers to floats, as quantised weights without their scales.
+    """
     integers = {name.rpartition(".")[2] for name, held in model.state_dict().items() if not held.is_floating_point()}
-    cast = [
-        f"{name} is {shape.file_dtype}"
-        for name, shape in sorted(shapes.items())
-        if shape.is_taken and shape.file_dtype not in _FLOATS and name.rpartition(".")[2] not in integers
-    ]
-    if cast:
-        raise CheckpointError(
-            f"model={path!r}: {len(cast)} weight(s) of a dtype that is not {', '.join(_FLOATS[:-1])} or {_FLOATS[-1]}: "
-            f"{_listed(cast)}"
-        )
+    problems: dict[str, list[str]] = {}
+    for name, tensor in taken.items():
+        for part in tensor.parts.values():
+            header = headers.get(part.name)
+            if header is None:
+                problems.setdefault("missing", []).append(part.name)
+            elif header.dtype not in part.dtypes:
+                if tensor.expand is not None or name.rpartition(".")[2] not in integers:
+                    of_dtype = f"of a dtype that is not {_either(part.dtypes)}"
+                    problems.setdefault(of_dtype, []).append(f"{part.name} is {header.dtype}")
+            elif header.shape != part.shape:
+                said = f"{part.name} is {list(header.shape)}, its format has {list(part.shape)}"
+                problems.setdefault("of the wrong shape", []).append(said)
+    _refuse(path, problems)
+
+
+def _either(names: Sequence[str]) -> str:
+    return " or ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
 def absent_expert_weights(names: Iterable[str], moe: Sequence[MoeShape]) -> list[str]:
@@ -204,6 +150,10 @@ def refuse_incomplete(path: str, loading_info: dict[str, Any]) -> None:
             f"{name} ({error.strip().splitlines()[-1]})" for name, error in failed.items()
         ),
     }
+    _refuse(path, problems)
+
+
+def _refuse(path: str, problems: Mapping[str, list[str]]) -> None:
     for what, names in problems.items():
         if names:
             raise CheckpointError(f"model={path!r}: {len(names)} weight(s) {what}: {_listed(names)}")
@@ -235,7 +185,7 @@ def load_sharded_model(
     model, loading_info = sharded_class.from_pretrained(
         None,
         config=read_config(spec.path),
-        state_dict=open_slices(spec.path, digest),
+        state_dict=_as_plain(format_of(spec), open_slices(spec.path, digest), getattr(torch, spec.dtype)),
         dtype=getattr(torch, spec.dtype),
         attn_implementation=ATTENTION_NAME,
         experts_implementation=EXPERTS_IMPLEMENTATION,
@@ -245,6 +195,15 @@ def load_sharded_model(
     refuse_incomplete(spec.path, loading_info)
     keep_local_shards(model)
     return model.eval().requires_grad_(False), digest.summed()
+
+
+def _as_plain(checkpoint_format: CheckpointFormat, slices: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Lazy tensors as a plain checkpoint of this dtype would have them, by name."""
+    stored = checkpoint_format.tensors(headers_of(slices))
+    return {
+        name: slices[one.as_it_is] if one.as_it_is is not None else ExpandedTensor(one, slices, dtype)
+        for name, one in stored.items()
+    }
 
 
 def sharded_class_of(

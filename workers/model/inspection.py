@@ -26,6 +26,8 @@ from transformers.utils import logging as transformers_logging
 from ...dispatch.errors import CheckpointError
 from ..attention.paged import ATTENTION_NAME, register_attention
 from .config_bounds import EXPERT_COUNT_NAMES, MAX_POSITIONS, refuse_heads, refuse_numbers, refuse_routing, refuse_sizes
+from .formats.folder import ModelFolder
+from .formats.registry import recognised
 from .generation_settings import generation_settings, read_generation_config, source_of
 from .probe import ModelProbe, refuse_other_state
 from .reading import Settings, reading
@@ -43,6 +45,9 @@ def quiet_transformers() -> None:
 def read_config(path: str) -> PreTrainedConfig:
     """The folder's `config.json` as Transformers reads it, without touching any network.
 
+    What it says of quantisation is left out: weights are expanded as they are read, and Transformers' own modules for
+    quantised ones would fetch kernels from elsewhere.
+
     Raises:
         CheckpointError: the folder or its config is missing, or Transformers does not know the family.
     """
@@ -56,11 +61,16 @@ def read_config(path: str) -> PreTrainedConfig:
         raise CheckpointError(f"model={path!r} has no config.json: it is not a Hugging Face model folder")
     with reading(path, "its config.json cannot be read", _config_of):
         # Code of the folder's own is never run, and nobody is asked whether it may.
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        return _unquantised(AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False))
 
 
 def _config_of(settings: Settings) -> PreTrainedConfig:
-    return CONFIG_MAPPING[settings["model_type"]].from_dict(copy.deepcopy(settings))
+    return _unquantised(CONFIG_MAPPING[settings["model_type"]].from_dict(copy.deepcopy(settings)))
+
+
+def _unquantised(config: PreTrainedConfig) -> PreTrainedConfig:
+    vars(config).pop("quantization_config", None)
+    return config
 
 
 def resolve_dtype(config: PreTrainedConfig, requested: str | None) -> torch.dtype:
@@ -103,7 +113,9 @@ def inspect_model(path: str, dtype: str | None = None) -> ModelSpec:
     config = read_config(path)
     family = f"the family {config.model_type!r}"
     with reading(path, f"no model of {family} can be made from its config.json", _built):
-        _refuse_unsupported_config(path, config)
+        _refuse_unsupported_family(path, config)
+        checkpoint_format = recognised(ModelFolder(path))
+        _refuse_unsupported_rope(path, config.get_text_config())
     try:
         with reading(path, f"no model of {family} can be made from its config.json", _built):
             refuse_sizes(config)
@@ -129,7 +141,7 @@ def inspect_model(path: str, dtype: str | None = None) -> ModelSpec:
             f"model={path!r}: layers {missing} of the family {config.model_type!r} do not go through Transformers' "
             "attention interface (linear attention or state space layers), which the paged KV cache needs"
         )
-    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    sizes = {name: checkpoint_format.held_bytes(name, parameter) for name, parameter in model.named_parameters()}
     expert_bytes = sum(size for name, size in sizes.items() if name in plan)
     return ModelSpec(
         path=path,
@@ -148,6 +160,7 @@ def inspect_model(path: str, dtype: str | None = None) -> ModelSpec:
         config_digest=digest_of_config(path),
         tokenizer_digest=digest_of_tokenizer(path),
         generation=generation_settings(path),
+        checkpoint_format=checkpoint_format.name,
     )
 
 
@@ -174,7 +187,7 @@ def _probed(settings: Settings) -> None:
     _probe(config, model, experts)
 
 
-def _refuse_unsupported_config(path: str, config: PreTrainedConfig) -> None:
+def _refuse_unsupported_family(path: str, config: PreTrainedConfig) -> None:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise CheckpointError(f"model={path!r}: the family {config.model_type!r} is not a causal language model")
     text_config = config.get_text_config()
@@ -183,12 +196,9 @@ def _refuse_unsupported_config(path: str, config: PreTrainedConfig) -> None:
             f"model={path!r}: the family {config.model_type!r} is not a Mixture-of-Experts model that can be served "
             f"(its config.json sets none of {', '.join(EXPERT_COUNT_NAMES)})"
         )
-    if getattr(config, "quantization_config", None) is not None:
-        method = config.quantization_config
-        name = method.get("quant_method") if isinstance(method, dict) else getattr(method, "quant_method", method)
-        raise CheckpointError(
-            f"model={path!r} is quantised ({name}): quantised checkpoints are not supported, use a bfloat16 one"
-        )
+
+
+def _refuse_unsupported_rope(path: str, text_config: PreTrainedConfig) -> None:
     for rope_type in sorted(_rope_types(text_config)):
         if rope_type not in _PACKABLE_ROPE:
             raise CheckpointError(

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ...dispatch.errors import CheckpointError
 from ...dispatch.experts.checks import unsupported_traits
 from ..attention.paged import ATTENTION_NAME, layer_index, refuse_unknown_arguments
+from ..attention.registry import noted_of
 from .spec import AttentionShape, MoeShape
 
 _MASKS_NAME = "expert_pool_masks"
@@ -130,6 +131,7 @@ class ModelProbe:
             scaling=scaling,
             sliding_window=self._windows[layer],
             has_sinks=sinks is not None,
+            noted=noted_of(module),
         )
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 

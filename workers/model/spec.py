@@ -9,6 +9,7 @@ from ...dispatch.errors import ConfigError
 from ..config import GenerationConfigName
 from ..request import SamplingParams
 
+MODELOPT_FILE = "hf_quant_config.json"
 _TOKENIZER_FILES = (
     "tokenizer*",
     "vocab*",
@@ -32,6 +33,7 @@ class AttentionShape(msgspec.Struct, frozen=True):
         scaling: of the logits.
         sliding_window: keys a position sees, itself included; `None`: all before it.
         has_sinks: whether each head has a logit without a value.
+        noted: numbers that an attention has to know beside these, by name; see `AttentionWay.notes`.
     """
 
     num_kv_heads: int
@@ -41,6 +43,7 @@ class AttentionShape(msgspec.Struct, frozen=True):
     scaling: float
     sliding_window: int | None = None
     has_sinks: bool = False
+    noted: tuple[tuple[str, int], ...] = ()
 
     @property
     def width(self) -> int:
@@ -140,6 +143,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         config_digest: of `config.json`, where the model was looked at; empty where it was not.
         tokenizer_digest: likewise, of the files that a tokenizer is read from.
         generation: what the folder asks of `generate`.
+        checkpoint_format: how the weights are stored, see `formats.registry`.
     """
 
     path: str
@@ -158,6 +162,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     config_digest: str = ""
     tokenizer_digest: str = ""
     generation: GenerationSettings = GenerationSettings()
+    checkpoint_format: str = "plain"
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -175,11 +180,16 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
 
 def digest_of_config(path: str) -> str:
-    """One name for a model folder's `config.json`; the reason where it cannot be read."""
+    """One name for a model folder's `config.json` and what says beside it how weights are stored; the reason where it
+    cannot be read."""
+    folder = Path(path)
     try:
-        return hashlib.sha256((Path(path) / "config.json").read_bytes()).hexdigest()[:16]
+        digest = hashlib.sha256((folder / "config.json").read_bytes())
+        if (folder / MODELOPT_FILE).is_file():
+            digest.update((folder / MODELOPT_FILE).read_bytes())
     except OSError as error:
         return f"unreadable ({error.strerror})"
+    return digest.hexdigest()[:16]
 
 
 def digest_of_tokenizer(path: str) -> str:

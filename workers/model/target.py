@@ -8,8 +8,7 @@ from transformers import PreTrainedModel
 from ...dispatch.budgets.geometry import StepGeometry
 from ...dispatch.moe import MoeExchange
 from ...graphs.plan import CaptureEntry
-from ..attention.backend import AttentionBackend
-from ..attention.kv_cache import KvCache
+from ..attention.backend import AttentionBackend, PagedCache
 from ..scheduling.inputs import StepInputs
 
 
@@ -28,7 +27,7 @@ class TargetModel:
         self,
         model: PreTrainedModel,
         exchange: MoeExchange,
-        cache: KvCache,
+        cache: PagedCache,
         attention: AttentionBackend,
         device: torch.device,
     ):

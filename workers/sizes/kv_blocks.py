@@ -2,6 +2,7 @@
 
 from ...graphs.kinds import configured_kinds
 from ...graphs.plan import num_draft_layers
+from ..attention.registry import chosen
 from ..model.spec import AttentionShape, ModelSpec
 from ..rank_config import RankConfig
 
@@ -21,7 +22,12 @@ def blocks_of_context(config: RankConfig) -> int:
 
 def block_bytes(config: RankConfig) -> int:
     """Bytes of one block over all layers, the draft's included."""
-    return (config.spec.kv_bytes_per_token + draft_bytes_per_token(config)) * config.block_size
+    return (bytes_per_token(config) + draft_bytes_per_token(config)) * config.block_size
+
+
+def bytes_per_token(config: RankConfig) -> int:
+    """Bytes that the model's own cache stores for a token."""
+    return chosen(config).token_bytes(config)
 
 
 def draft_bytes_per_token(config: RankConfig) -> int:

@@ -13,6 +13,7 @@ import psutil
 from ...dispatch.errors import ConfigError
 from ...dispatch.paths.planned import planned_paths
 from ...dispatch.registry import MEASURED
+from ..attention.registry import chosen
 from ..config import CacheConfig
 from ..rank_config import RankConfig
 from ..sizes.kv_blocks import block_bytes, least_blocks
@@ -27,7 +28,7 @@ class HostNeed(msgspec.Struct, frozen=True):
     Attributes:
         weights: dense ones, and this rank's share of the experts.
         kv_cache: keys and values, the draft's included, at least: see above.
-        buffers: of the exchange, and inputs of graphs. Where paths are measured, those are not known.
+        buffers: of the exchange and of attention, and inputs of graphs. Where paths are measured, those are not known.
     """
 
     weights: int
@@ -49,7 +50,8 @@ def host_need(config: RankConfig) -> HostNeed | None:
     """What a rank holds; `None` on GPUs."""
     if config.worker.device != "cpu":
         return None
-    buffers, kv_cache = static_bytes(config), config.num_blocks * block_bytes(config)
+    attention_bytes = sum(buffer.num_bytes for buffer in chosen(config).planned(config))
+    buffers, kv_cache = static_bytes(config) + attention_bytes, config.num_blocks * block_bytes(config)
     if kv_cache - block_bytes(config) <= CacheConfig().max_bytes:
         kv_cache = min(config.num_blocks, least_blocks(config)) * block_bytes(config)
     if config.dispatch != MEASURED:

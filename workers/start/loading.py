@@ -93,9 +93,7 @@ def load(
     target = make_target(config, model, exchange, config.num_blocks, device)
     draft = make_draft(config, target, exchange, device)
     allocator = BlockAllocator(config.num_blocks, config.block_size)
-    graphs = make_graphs(
-        config, target, draft, exchange, RecordingMeans(config, allocator, path, target.attention, device)
-    )
+    graphs = make_graphs(config, target, draft, exchange, RecordingMeans(config, allocator, path, device))
     expert_load = _expert_load(config, joined, exchange)
     scheduler = _scheduler(config, allocator)
     sharing = joined.sharing

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from ...dispatch.errors import CheckpointError, ConfigError, ExpertPoolError, GeometryError
 from ...dispatch.libraries import versions_of
-from ..model.checkpoint import weight_files
 from ..model.spec import ModelSpec, digest_of_config, digest_of_tokenizer
+from ..model.weight_files import weight_files
 from .alike_environment import variables_alike
 from .code_digest import DISTRIBUTION, NO_DRIVER, LaunchedWith, code_digest, module_digest, plugged_in_digest
 from .rendezvous import wait_for_all

@@ -7,12 +7,12 @@ import torch
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig, SamplingParams
 from expert_pool.graphs.plan import CaptureEntry
 from expert_pool.workers.attention.gathered import GatheredAttention, GatheredBatch
+from expert_pool.workers.attention.gathered_way import GATHER_BYTES, gathered_bytes, gathered_refusal
 from expert_pool.workers.attention.kv_cache import PADDING_BLOCK, PADDING_SLOT, KvCache
 from expert_pool.workers.attention.paged import SdpaAttention
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.model.spec import AttentionShape
 from expert_pool.workers.scheduling.inputs import StepInputs
-from expert_pool.workers.sizes.attention import GATHER_BYTES
 from models import FAMILIES
 from plain_ranks import PlainRanks
 from rank_insides import target_of
@@ -140,11 +140,12 @@ def test_graphs_that_would_gather_too_much_are_refused_and_the_others_reserved_f
     shape = AttentionShape(8, 128, 128, 8, 0.1)
     cache = KvCache([shape], 2, BLOCK, torch.bfloat16, CPU)
     attention = GatheredAttention(cache, (shape,), 32768, CPU)
-    per_request = 32768 * 8 * 256 * 2
+    per_request = gathered_bytes((shape,), 32768, BLOCK, cache.itemsize)
+    assert per_request == 32768 * 8 * 256 * 2
     fitting = GATHER_BYTES // per_request
-    assert attention.refusal(CaptureEntry("decode", fitting, 1)) is None
-    assert f"more than {GATHER_BYTES:,}" in attention.refusal(CaptureEntry("decode", fitting + 1, 1))
-    assert "records no piecewise graphs" in attention.refusal(CaptureEntry("piecewise", 64, 1))
+    assert gathered_refusal(CaptureEntry("decode", fitting, 1), per_request) is None
+    assert f"more than {GATHER_BYTES:,}" in gathered_refusal(CaptureEntry("decode", fitting + 1, 1), per_request)
+    assert "records no piecewise graphs" in gathered_refusal(CaptureEntry("piecewise", 64, 1), per_request)
     assert attention.graph_bytes([CaptureEntry("decode", size, 1) for size in (1, 4)]) == 3 * 4 * per_request
 
 

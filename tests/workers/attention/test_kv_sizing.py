@@ -16,8 +16,7 @@ from expert_pool.graphs.lockstep import LockstepRank
 from expert_pool.graphs.plan import CaptureEntry, plan_captures
 from expert_pool.graphs.record import differences
 from expert_pool.workers.agreement import Agreement, StateReader
-from expert_pool.workers.attention.choice import make_attention
-from expert_pool.workers.attention.kv_cache import PADDING_BLOCK, BlockAllocator, KvCache
+from expert_pool.workers.attention.kv_cache import PADDING_BLOCK, BlockAllocator
 from expert_pool.workers.attention.kv_sizing import (
     GRAPH_BYTES,
     MemoryReading,
@@ -28,9 +27,10 @@ from expert_pool.workers.attention.kv_sizing import (
     graph_reserve,
     largest_inputs,
     least_blocks,
+    make_attention,
     run_largest_step,
 )
-from expert_pool.workers.attention.paged import SdpaAttention
+from expert_pool.workers.attention.registry import chosen
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.graph_set import RecordingMeans, activation_bytes
 from expert_pool.workers.model.inspection import inspect_model
@@ -148,14 +148,12 @@ def test_a_graph_is_refused_by_the_memory_of_the_device_that_records_it(tiny_moe
     entry, gpu = CaptureEntry("decode", 8, 1), torch.device("cuda", 0)
     needed = activation_bytes(config, entry)
     allocator = BlockAllocator(config.num_blocks, config.block_size)
-    bare = KvCache(config.spec.attention, 1, config.block_size, torch.float32, torch.device("cpu"))
-    attention = SdpaAttention(bare, torch.device("cpu"))
     path = DispatchedPath(LocalDispatcher(64), TorchExperts(torch.device("cpu")))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed - 100, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1100)
     for allocated, is_recorded in ((1000, True), (1001, False)):
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device, held=allocated: held)
-        refusal = RecordingMeans(config, allocator, path, attention, gpu)(entry)
+        refusal = RecordingMeans(config, allocator, path, gpu)(entry)
         assert (refusal is None) == is_recorded
     for setting in ("limits.cuda_graph_max_bs", "cache.num_tokens", "cache.gpu_memory_utilization"):
         assert setting in refusal
@@ -194,8 +192,8 @@ def largest_step_on_a_bare_cache(engine: RankEngine, faulty_rank: int | None) ->
     """
     target, config = target_of(engine), engine.config
     kept = target.cache, target.attention
-    bare = KvCache(config.spec.attention, 1, config.block_size, kept[0].pages(0)[0].dtype, engine.device)
-    target.cache, target.attention = bare, make_attention(config, bare, engine.device)
+    bare = chosen(config).make_cache(config, 1, engine.device)
+    target.cache, target.attention = bare, make_attention(config, target.model, bare, engine.device)
     if engine.rank == faulty_rank:
         config = msgspec.structs.replace(config, num_blocks=config.num_blocks + 1)
     state = StateReader(config, path_of(engine), LockstepRank(engine.rank, {}, lambda _: None))

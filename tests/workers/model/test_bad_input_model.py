@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from expert_pool.workers.model import inspection
-from expert_pool.workers.model.checkpoint import check_weights, weight_files
+from expert_pool.workers.model.checkpoint import check_weights
 from expert_pool.workers.model.inspection import inspect_model
+from expert_pool.workers.model.weight_files import weight_files
 from models import COMMON, FAMILIES
 from safetensors.torch import load_file, save_file
 from transformers import (

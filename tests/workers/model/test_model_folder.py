@@ -8,8 +8,8 @@ import pytest
 import torch
 from expert_pool.cluster.requests.tokens import load_tokenizer
 from expert_pool.dispatch.errors import CheckpointError
-from expert_pool.workers.model.checkpoint import weight_files
 from expert_pool.workers.model.inspection import inspect_model
+from expert_pool.workers.model.weight_files import weight_files
 
 CODE = """
 from pathlib import Path

@@ -28,7 +28,11 @@ def copied(random_models, tmp_path) -> Callable[[str], Path]:
 
 
 def loads_of(folder: Path | str, ranks: int) -> list[LoadReport]:
-    return load_all(resolve(PoolConfig(model=str(folder), ranks=ranks), inspect_model(str(folder))))
+    return loads_of_pool(PoolConfig(model=str(folder), ranks=ranks))
+
+
+def loads_of_pool(pool: PoolConfig) -> list[LoadReport]:
+    return load_all(resolve(pool, inspect_model(pool.model)))
 
 
 def held_in(folder: Path | str, ranks: int) -> dict[str, str]:

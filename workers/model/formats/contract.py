@@ -1,0 +1,138 @@
+"""What a checkpoint format says of itself: one class a format, looked up in `formats.registry`.
+
+A format stands between weight files and Transformers' loader, which sees a plain checkpoint: tensors by the names that
+a plain one has. Everything else that looks at weights goes through it too: whether a folder can be served, the check of
+headers, the bytes that plans count, and what a rank reads, whose digest is over the files' own tensors.
+
+- **From the folder's declarations** (`recognises`, `problems`): before anything starts; weights may not be there.
+- **From headers** (`tensors`, `header_problems`): before anything starts, and again on every rank; equal on every rank,
+  since ranks compare headers. Nothing is read.
+- **Values** (`StoredTensor.expand`) of one tensor at a time, of stacks one expert at a time: those alone that the rank
+  owns. Each is cast to the model's dtype before the next is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+if TYPE_CHECKING:
+    from .folder import ModelFolder
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""What is cast to the model's dtype where a tensor is stored as it is."""
+
+Expand = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of one of its tensors.
+
+    Attributes:
+        dtype: as safetensors names it.
+        shape: of the whole tensor.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of the files that a tensor of the model comes from.
+
+    Attributes:
+        name: in the files.
+        dtypes: of which it has to have one, as safetensors names them.
+        shape: that it has to have.
+    """
+
+    name: str
+    dtypes: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What files have in the place of one tensor of a plain checkpoint.
+
+    Attributes:
+        shape: of that tensor, which is held to the model's.
+        parts: what it comes from, by the names that `expand` knows them by.
+        expand: from the parts' values to the tensor's, in any float; `None`: the only part is read as it is. It is
+            called on a loading rank, on CPU tensors, and keeps none of them.
+        is_stacked: whether the first dimension of the tensor, and of every part, counts experts. `expand` gets the
+            parts of one expert then, without it.
+    """
+
+    shape: tuple[int, ...]
+    parts: Mapping[str, Part]
+    expand: Expand | None = None
+    is_stacked: bool = False
+
+    @property
+    def as_it_is(self) -> str | None:
+        """The name of the tensor that is read as it is, if one is."""
+        return next(iter(self.parts.values())).name if self.expand is None else None
+
+
+def stored_as_it_is(name: str, header: Header) -> StoredTensor:
+    """A tensor that is stored plainly, as those of modules are that a format leaves alone."""
+    return StoredTensor(header.shape, {name: Part(name, FLOATS, header.shape)})
+
+
+class CheckpointFormat:
+    """How the weights of a model folder are stored.
+
+    Args:
+        folder: whose weights these are.
+
+    Attributes:
+        name: of the format; it travels to the ranks.
+        is_plain: whether it is what a folder is read as that no other format recognises.
+    """
+
+    name: ClassVar[str]
+    is_plain: ClassVar[bool] = False
+
+    def __init__(self, folder: ModelFolder):
+        self.folder = folder
+
+    @classmethod
+    def recognises(cls, folder: ModelFolder) -> bool:
+        """Whether a folder is of this format, supported or not; no two formats recognise the same one.
+
+        What tells may be its declarations, or names and dtypes in headers, which are not there where a model is only
+        planned with.
+        """
+        raise NotImplementedError
+
+    def problems(self) -> list[str]:
+        """What of the declarations cannot be served, each with the reason; which modules are left alone included."""
+        return []
+
+    def tensors(self, headers: Mapping[str, Header]) -> dict[str, StoredTensor]:
+        """Tensors as a plain checkpoint has them, by their names there.
+
+        Args:
+            headers: of all tensors of the files, by name. A tensor that belongs to another is named as a part of it
+                alone, and one that is of no use is left out. Parts may be missing or wrong: the check finds it.
+        """
+        raise NotImplementedError
+
+    def header_problems(self, headers: Mapping[str, Header]) -> list[str]:
+        """What else of the files cannot be served: a module, say, that is declared to be left alone, and is not."""
+        return []
+
+    def held_bytes(self, name: str, parameter: torch.Tensor) -> int:
+        """Bytes that a parameter takes on the ranks, all together where it is divided over them.
+
+        Args:
+            name: in the model.
+            parameter: of the model's dtype, on the meta device.
+        """
+        return parameter.nbytes

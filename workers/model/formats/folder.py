@@ -1,0 +1,51 @@
+"""What a model folder declares of how its weights are stored, and what their headers say."""
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..spec import MODELOPT_FILE
+from ..weight_files import headers_of, open_slices
+from .contract import Header
+
+
+class ModelFolder:
+    """A model folder, as formats look at it. Files are read when they are first asked for.
+
+    Args:
+        path: of the folder, whose `config.json` Transformers has read.
+    """
+
+    def __init__(self, path: str):
+        self.path = path
+
+    @cached_property
+    def quantization(self) -> Any:
+        """`quantization_config` of its `config.json`, a mapping where the file is sound; `None` where there is none."""
+        return self._settings("config.json").get("quantization_config")
+
+    @property
+    def method(self) -> Any:
+        """The method that `quantization_config` names."""
+        declared = self.quantization
+        return declared.get("quant_method") if isinstance(declared, dict) else declared
+
+    @cached_property
+    def modelopt(self) -> Mapping[str, Any]:
+        """What ModelOpt wrote beside `config.json`; empty where it did not."""
+        return self._settings(MODELOPT_FILE) if (Path(self.path) / MODELOPT_FILE).is_file() else {}
+
+    @cached_property
+    def headers(self) -> Mapping[str, Header]:
+        """Of all tensors, by name.
+
+        Raises:
+            CheckpointError: weight files are missing or truncated.
+        """
+        return headers_of(open_slices(self.path))
+
+    def _settings(self, file: str) -> dict[str, Any]:
+        settings = json.loads((Path(self.path) / file).read_bytes())
+        return settings if isinstance(settings, dict) else {}

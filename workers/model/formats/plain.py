@@ -1,0 +1,22 @@
+"""Checkpoints whose files hold the model's tensors themselves, in floats."""
+
+from collections.abc import Mapping
+
+from .contract import CheckpointFormat, Header, StoredTensor, stored_as_it_is
+from .folder import ModelFolder
+from .registry import register
+
+
+@register
+class PlainFormat(CheckpointFormat):
+    """Every tensor is stored as it is, and cast to the model's dtype where that is another float."""
+
+    name = "plain"
+    is_plain = True
+
+    @classmethod
+    def recognises(cls, folder: ModelFolder) -> bool:
+        return folder.quantization is None
+
+    def tensors(self, headers: Mapping[str, Header]) -> dict[str, StoredTensor]:
+        return {name: stored_as_it_is(name, header) for name, header in headers.items()}

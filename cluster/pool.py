@@ -14,7 +14,7 @@ from ray.exceptions import RayTaskError
 from ..dispatch.errors import ConfigError, DriverRestartError, RankError
 from ..workers.observing.trace import RankTrace
 from ..workers.rank_config import RankConfig
-from ..workers.request import Completion, FinishReason, RankStats, SamplingParams
+from ..workers.request import RankStats, SamplingParams
 from .arguments import (
     list_of_prompts,
     number_of_ranks,
@@ -23,6 +23,7 @@ from .arguments import (
     require_text,
     sampling_of_each,
 )
+from .completion import PoolCompletion
 from .config import PoolConfig, checked
 from .driver.caller_links import lasting_link_to, link_to
 from .driver.handle import DriverGoneError, answer_of, ask, named_driver, new_driver, patient, stream
@@ -40,35 +41,6 @@ logger = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 30.0
 _ANSWERED_S = 5.0
-
-
-class PoolCompletion(msgspec.Struct, frozen=True):
-    """What became of one prompt.
-
-    Attributes:
-        index: the prompt's place in what `generate` was given.
-        prompt_token_ids: the prompt, tokenised.
-        token_ids: generated tokens, the end-of-sequence token included where one ended the request.
-        text: what the tokens add to the prompt's text, without special tokens unless they were asked for, cut before a
-            stop text; `None` where the model folder carries no tokenizer.
-        finish_reason: `stop`, `length`, or `error`: a request that fails fails alone.
-        error: what went wrong, where `finish_reason` is `error`.
-    """
-
-    index: int
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str | None
-    finish_reason: FinishReason
-    error: str | None
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
-
-    @property
-    def num_completion_tokens(self) -> int:
-        return len(self.token_ids)
 
 
 class ExpertPool:
@@ -354,7 +326,7 @@ class ExpertPool:
             if on_stats is not None and event.stats is not None:
                 on_stats(event.stats)
             for index, completion in event.finished:
-                yield _pool_completion(index, requests[index], completion)
+                yield PoolCompletion(index, requests[index].token_ids, completion)
 
 
 def _with_seed(sampling: SamplingParams) -> SamplingParams:
@@ -362,14 +334,3 @@ def _with_seed(sampling: SamplingParams) -> SamplingParams:
     if sampling.temperature == 0.0 or sampling.seed is not None:
         return sampling
     return msgspec.structs.replace(sampling, seed=secrets.randbits(64))
-
-
-def _pool_completion(index: int, prompt: Prompt, completion: Completion) -> PoolCompletion:
-    return PoolCompletion(
-        index=index,
-        prompt_token_ids=prompt.token_ids,
-        token_ids=completion.token_ids,
-        text=completion.text,
-        finish_reason=completion.finish_reason,
-        error=completion.error,
-    )

@@ -28,7 +28,7 @@ class GraphModel:
         buffers: input buffers, shared by all kinds that run this model.
         max_requests: the most requests in a step.
         prepare: what the host does before a step on given inputs, outside any recording.
-        finish: recorded after the step, on its whole output, padding included: `[N, ...]` to `[N]`; see
+        finish: recorded after the step, on its whole output, padding included: `[N, ...]` to `[N, ...]`; see
             `GraphRunner.finished`.
     """
 

@@ -1,18 +1,18 @@
 """Running a planned step on one rank: replay the graph that all ranks replay, or run eagerly as all do.
 
-A step is launched, and its tokens are waited for later: on a GPU the next step can be made ready meanwhile. What the
+A step is launched, and its rows are waited for later: on a GPU the next step can be made ready meanwhile. What the
 next step needs of them stays on the device.
 """
 
 import time
 
 import torch
-import torch.distributed as dist
 
 from ..dispatch.errors import RankError
 from ..graphs.lockstep import LockstepRank
 from .model.target import TargetModel
 from .scheduling.inputs import PackedStep, dummy, pack
+from .scheduling.rows import Row, StepRows
 from .scheduling.sampler import sample
 from .scheduling.scheduler import ScheduledBatch
 from .sharing import SharingRanks
@@ -21,20 +21,20 @@ from .step_plan import StepPlan
 _POLL_S = 20e-6
 
 
-class SampledTokens:
-    """Tokens of a launched step, on their way to the host.
+class SampledRows:
+    """Rows of a launched step, on their way to the host.
 
     Args:
-        tokens_N: `[N]` int64 on the host; on a GPU their copy may be under way.
+        rows: on the host; from a GPU their copy may be under way.
         copied: set once it is not; `None` where there was nothing to copy.
     """
 
-    def __init__(self, tokens_N: torch.Tensor, copied: torch.cuda.Event | None):
-        self._tokens_N = tokens_N
+    def __init__(self, rows: StepRows, copied: torch.cuda.Event | None):
+        self._rows = rows
         self._copied = copied
 
-    def wait(self, timeout_s: float) -> list[int]:
-        """The tokens.
+    def wait(self, timeout_s: float) -> list[Row]:
+        """The rows.
 
         Raises:
             RankError: the device has not finished in time, because it waits for another rank most likely.
@@ -47,7 +47,7 @@ class SampledTokens:
                     "driver's time to report it)"
                 )
             time.sleep(_POLL_S)
-        return self._tokens_N.tolist()
+        return self._rows.rows()
 
 
 class StepExecutor:
@@ -56,17 +56,17 @@ class StepExecutor:
     Args:
         model: with its cache.
         graphs: the committed graphs of this rank.
-        sharing: the ranks that share this rank's batch, and take the tokens of their leader.
+        sharing: the ranks that share this rank's batch, and take the rows of their leader.
     """
 
     def __init__(self, model: TargetModel, graphs: LockstepRank, sharing: SharingRanks):
         self._model = model
         self._graphs = graphs
         self._sharing = sharing
-        self._tokens_N = torch.empty(0, dtype=torch.int64, device=model.device)
+        self._rows = StepRows.none(model.device)
 
     @torch.inference_mode()
-    def run(self, batch: ScheduledBatch, plan: StepPlan) -> SampledTokens:
+    def run(self, batch: ScheduledBatch, plan: StepPlan) -> SampledRows:
         """Launch the step. Every rank calls it in every step, an idle one with an empty batch.
 
         Args:
@@ -74,24 +74,23 @@ class StepExecutor:
             plan: equal on every rank; has a geometry.
 
         Returns:
-            The next tokens of the slices that reach the end of their sequence, in order.
+            What the step yields for the slices that reach the end of their sequence, in order.
         """
-        self._tokens_N = self._sample(batch, *self._logits(batch, plan))
-        if not self._tokens_N.is_cuda:
-            return SampledTokens(self._tokens_N, None)
-        on_host = torch.empty(self._tokens_N.shape, dtype=torch.int64, pin_memory=True)
-        on_host.copy_(self._tokens_N, non_blocking=True)
+        self._rows = self._sample(batch, *self._logits(batch, plan))
+        if not self._rows.token_ids_N.is_cuda:
+            return SampledRows(self._rows, None)
+        on_host = self._rows.pinned()
         copied = torch.cuda.Event()
         copied.record()
-        return SampledTokens(on_host, copied)
+        return SampledRows(on_host, copied)
 
     def _logits(self, batch: ScheduledBatch, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`[N, V]` logits of the slices that reach the end of their sequence, and `[N]` greedy tokens of a graph."""
+        """`[N, V]` logits of the slices that reach the end of their sequence, and packed greedy rows of a graph."""
         assert plan.geometry is not None
         packed = pack(batch, self._model.cache.block_size, pin=self._model.device.type == "cuda")
         if plan.graph is None and not batch.slices:
             packed = PackedStep(dummy())
-        inputs = packed.on(self._model.device, self._tokens_N)
+        inputs = packed.on(self._model.device, self._rows.token_ids_N)
         if plan.graph is not None:
             self._graphs.count_replay(plan.graph)
             runner = self._graphs.runners[plan.graph.kind]
@@ -100,13 +99,10 @@ class StepExecutor:
         self._graphs.count_eager(plan.eager_reason or "")
         return self._model.forward(inputs, plan.geometry, on_host=packed.inputs)[: batch.num_due], None
 
-    def _sample(self, batch: ScheduledBatch, logits_NV: torch.Tensor, greedy_N: torch.Tensor | None) -> torch.Tensor:
-        """The leader's tokens, on every rank that shares the batch: two ranks must never continue differently."""
+    def _sample(self, batch: ScheduledBatch, logits_NV: torch.Tensor, greedy_NF: torch.Tensor | None) -> StepRows:
+        """The leader's rows, on every rank that shares the batch: two ranks must never continue differently."""
         sequences = [piece.sequence for piece in batch.slices if piece.reaches_end]
         if self._sharing.step_group is None or not sequences:
-            return sample(logits_NV, sequences, greedy_N)
-        tokens_N = torch.empty(len(sequences), dtype=torch.int64, device=logits_NV.device)
-        if self._sharing.is_leader:
-            tokens_N = sample(logits_NV, sequences, greedy_N)
-        dist.broadcast(tokens_N, src=self._sharing.leader, group=self._sharing.step_group)
-        return tokens_N
+            return sample(logits_NV, sequences, greedy_NF)
+        own = sample(logits_NV, sequences, greedy_NF) if self._sharing.is_leader else None
+        return StepRows.shared(own, len(sequences), self._sharing, logits_NV.device)

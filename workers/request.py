@@ -1,7 +1,7 @@
 """What travels between the driver and the ranks: requests, completions, and a rank's state of affairs."""
 
 import operator
-from typing import Literal
+from typing import Any, Literal, NoReturn, get_args
 
 import msgspec
 
@@ -36,7 +36,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        self._settle_types()
+        for name, kind in _KINDS.items():
+            msgspec.structs.force_setattr(self, name, _settled(name, getattr(self, name), kind))
         refuse = _refuse_setting
         if not 1 <= self.max_new_tokens < 2**31:
             refuse("max_new_tokens", self.max_new_tokens, "between 1 and 2**31 - 1")
@@ -51,42 +52,90 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if any(not text for text in self.stop):
             refuse("stop", self.stop, "texts of at least one character")
 
-    def _settle_types(self) -> None:
-        """Plain numbers and a tuple of texts, also from what else a caller may hold: a NumPy integer, one text."""
-        refuse, settle = _refuse_setting, msgspec.structs.force_setattr
-        for name in ("max_new_tokens", "top_k", "seed"):
-            value = getattr(self, name)
-            try:
-                settle(self, name, value if name == "seed" and value is None else operator.index(value))
-            except TypeError:
-                refuse(name, value, "an integer")
-        for name in ("temperature", "top_p"):
-            value = getattr(self, name)
-            try:
-                settle(self, name, float(value))
-            except (TypeError, ValueError, OverflowError):
-                refuse(name, value, "a number")
-        for name in ("ignore_eos", "skip_special_tokens"):
-            value = getattr(self, name)
-            if value not in (True, False):
-                refuse(name, value, "true or false")
-            settle(self, name, bool(value))
-        if isinstance(self.stop, str):
-            settle(self, "stop", (self.stop,))
-        try:
-            settle(self, "stop", tuple(self.stop))
-        except TypeError:
-            refuse("stop", self.stop, "a text or several")
-        if not all(isinstance(text, str) for text in self.stop):
-            refuse("stop", self.stop, "a text or several")
-        try:
-            "".join(self.stop).encode()
-        except UnicodeEncodeError as error:  # half of a surrogate pair: ranks could not tell each other
-            refuse("stop", self.stop, f"texts that have a UTF-8 form ({error.reason})")
+    @classmethod
+    def widest(cls, vocab_size: int) -> "SamplingParams":
+        """Settings whose draw takes the most memory: no limit is one that leaves a step of it out."""
+        return cls(temperature=1.0, top_k=max(1, vocab_size - 1), top_p=0.9, seed=0)
 
 
-def _refuse_setting(name: str, value: object, bound: str) -> None:
+_KINDS = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
+
+
+def _settled(name: str, value: Any, kind: Any) -> Any:
+    """A plain number, truth value or tuple of texts, also from what else a caller may hold: a NumPy integer, one text.
+
+    Raises:
+        ConfigError: it is not of this kind.
+    """
+    if kind is bool:
+        if value not in (True, False):
+            _refuse_setting(name, value, "true or false")
+        return bool(value)
+    if kind == tuple[str, ...]:
+        return _settled_texts(name, value)
+    if value is None and type(None) in get_args(kind):
+        return None
+    if float in (kind, *get_args(kind)):
+        try:
+            return float(value)
+        except (TypeError, ValueError, OverflowError):
+            _refuse_setting(name, value, "a number")
+    try:
+        return operator.index(value)
+    except TypeError:
+        _refuse_setting(name, value, "an integer")
+
+
+def _settled_texts(name: str, value: Any) -> tuple[str, ...]:
+    try:
+        texts = (value,) if isinstance(value, str) else tuple(value)
+    except TypeError:
+        _refuse_setting(name, value, "a text or several")
+    if not all(isinstance(text, str) for text in texts):
+        _refuse_setting(name, texts, "a text or several")
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair: ranks could not tell each other
+        _refuse_setting(name, texts, f"texts that have a UTF-8 form ({error.reason})")
+    return texts
+
+
+def _refuse_setting(name: str, value: object, bound: str) -> NoReturn:
     raise ConfigError(f"{name}={value!r:.60}: set {name} to {bound}")
+
+
+class Generated(msgspec.Struct, frozen=True):
+    """What steps have yielded for a request: columns, each with one value a generated token.
+
+    What a step yields beyond the token is one column more here, and a tensor of its name in `StepRows`.
+
+    Attributes:
+        token_ids: the tokens.
+    """
+
+    token_ids: tuple[int, ...] = ()
+
+
+class GeneratedSoFar:
+    """The same while it grows.
+
+    Args:
+        begun: what there is already.
+    """
+
+    def __init__(self, begun: Generated):
+        self._columns: list[list[Any]] = [list(column) for column in msgspec.structs.astuple(begun)]
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    def extend(self, more: Generated) -> None:
+        for column, values in zip(self._columns, msgspec.structs.astuple(more), strict=True):
+            column.extend(values)
+
+    def since(self, num_tokens: int) -> Generated:
+        """All but what belongs to the first `num_tokens` tokens."""
+        return Generated(*(tuple(column[num_tokens:]) for column in self._columns))
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -96,13 +145,13 @@ class Request(msgspec.Struct, frozen=True):
         key: unique within the pool, given by the driver.
         prompt_token_ids: at least one token.
         sampling: with a seed wherever the temperature is above 0.
-        resume_token_ids: tokens generated for it before, by ranks that are no more; the completion begins with them.
+        resume_from: what was generated for it before, by ranks that are no more; the completion begins with it.
     """
 
     key: int
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    resume_token_ids: tuple[int, ...] = ()
+    resume_from: Generated = Generated()
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -110,7 +159,7 @@ class Completion(msgspec.Struct, frozen=True):
 
     Attributes:
         key: the request's key.
-        token_ids: generated tokens, the end-of-sequence token included where one ended the request.
+        generated: its tokens and what came with them, the end-of-sequence token included where one ended the request.
         text: what the tokens add to the prompt's text, cut before a stop text; `None` without a tokenizer.
         finish_reason: `stop` (end of sequence or stop text), `length` (max_new_tokens or the context), `error`.
         num_prompt_tokens: tokens of the prompt.
@@ -118,11 +167,15 @@ class Completion(msgspec.Struct, frozen=True):
     """
 
     key: int
-    token_ids: tuple[int, ...]
+    generated: Generated
     text: str | None
     finish_reason: FinishReason
     num_prompt_tokens: int
     error: str | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.generated.token_ids
 
     @property
     def num_completion_tokens(self) -> int:
@@ -177,10 +230,10 @@ class RankStats(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """Tokens that an unfinished request has gained since its last report."""
+    """What an unfinished request has gained since its last report."""
 
     key: int
-    token_ids: tuple[int, ...]
+    generated: Generated
 
 
 class RankOutput(msgspec.Struct, frozen=True):

@@ -1,6 +1,6 @@
 """The loop of one rank: take in, schedule, agree, launch, hand out. One agreement, one plan, one forward.
 
-With overlap, the tokens of a step are waited for after the next one has been launched: scheduling, agreement and
+With overlap, the rows of a step are waited for after the next one has been launched: scheduling, agreement and
 packing happen while the device runs. Otherwise they are waited for at once.
 """
 
@@ -14,12 +14,10 @@ import torch.distributed as dist
 
 from .agreement import Agreement, StateReader
 from .config import WorkerConfig
-from .executor import SampledTokens, StepExecutor
+from .executor import SampledRows, StepExecutor
 from .mailbox import Inbox, Intake
 from .observing.reporter import StepReporter
-from .scheduling.sampler import NOT_FINITE
 from .scheduling.scheduler import ScheduledBatch, Scheduler
-from .scheduling.sequence import TokenSequence
 from .sharing import SharingRanks
 from .step_plan import Proposal, StepPlan
 
@@ -32,7 +30,7 @@ class _Launched:
 
     batch: ScheduledBatch
     plan: StepPlan
-    tokens: SampledTokens
+    rows: SampledRows
 
 
 class StepLoop:
@@ -146,12 +144,11 @@ class StepLoop:
 
     def _finish(self, launched: _Launched) -> None:
         began = time.perf_counter()
-        tokens = launched.tokens.wait(self._peer_wait_s)
+        rows = launched.rows.wait(self._peer_wait_s)
         waited = time.perf_counter()
         due = [piece.sequence for piece in launched.batch.slices if piece.reaches_end]
-        results = [_result(token, sequence) for token, sequence in zip(tokens, due, strict=True)]
         self._reporter.count_generated(sum(not sequence.is_over for sequence in due))
-        self._reporter.hand_out(self._scheduler.resolve(launched.batch, results))
+        self._reporter.hand_out(self._scheduler.resolve(launched.batch, rows))
         stages = ("wait", began, waited), ("resolve", waited, time.perf_counter())
         self._reporter.remember(launched.batch, launched.plan, *stages)
 
@@ -170,9 +167,3 @@ class StepLoop:
             buffer.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
         dist.broadcast(buffer, src=self._sharing.leader, group=self._sharing.host_group)
         return msgspec.msgpack.decode(buffer.numpy().tobytes(), type=Intake)
-
-
-def _result(token: int, sequence: TokenSequence) -> int | str:
-    if token == NOT_FINITE:
-        return f"the model's logits are not finite after {len(sequence.token_ids)} tokens"
-    return token

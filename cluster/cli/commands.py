@@ -20,12 +20,20 @@ from ...workers.model.spec import ModelSpec
 from ...workers.observing.printable import printable
 from ...workers.rank_config import RankConfig
 from ...workers.request import SamplingParams
+from ..completion import PoolCompletion
 from ..observing.trace_file import TraceFile
 from ..planning.validation import validate
-from ..pool import ExpertPool, PoolCompletion
+from ..pool import ExpertPool
 from ..requests.tokens import Chat, load_tokenizer, needs_tokenizer, render_chat, tokenize
 from .graph_report import graph_summary, graph_table
-from .options import cluster_options, pool_config, pool_options, refuse_pool_options
+from .options import (
+    cluster_options,
+    pool_config,
+    pool_options,
+    refuse_pool_options,
+    sampling_options,
+    take_sampling,
+)
 from .output import OutputWriter, open_output
 from .output_line import OutputLine
 from .progress import GenerationProgress
@@ -52,13 +60,7 @@ def main() -> None:
     help="JSONL of completions, or a URL like s3://bucket/folder for parts of it; continued if there.",
 )
 @click.option("--pool", "pool_name", metavar="NAME", help="Run on this launched pool, instead of one of its own.")
-@click.option("--max-new-tokens", type=int, help="For prompts that do not say. Default 128.")
-@click.option("--temperature", type=float, help="For prompts that do not say. Default 0, greedy.")
-@click.option("--top-p", type=float, help="For prompts that do not say. Default 1.")
-@click.option("--top-k", type=int, help="For prompts that do not say. Default 0, all tokens.")
-@click.option("--seed", type=int, help="For prompts that do not say: each gets its own, from this one and its id.")
-@click.option("--ignore-eos", is_flag=True, default=None, help="Go on after an end-of-sequence token.")
-@click.option("--keep-special-tokens", is_flag=True, default=None, help="Leave special tokens in the texts.")
+@sampling_options
 @cluster_options
 @click.option("--show-graphs", is_flag=True, help="List every graph with its bytes and replays at the end.")
 @click.option("--trace", "trace_path", metavar="FILE", help="Write the last steps of every rank, for Perfetto.")
@@ -66,13 +68,6 @@ def generate(
     prompts_path: str,
     output_path: str,
     pool_name: str | None,
-    max_new_tokens: int | None,
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None,
-    seed: int | None,
-    ignore_eos: bool | None,
-    keep_special_tokens: bool | None,
     show_graphs: bool,
     trace_path: str | None,
     **options: Any,
@@ -83,21 +78,12 @@ def generate(
     folder, prompts or output file were refused (before anything started, but for what only the ranks' machines show
     while they load), 130 when interrupted. Finished requests are in the output file in each case.
     """
-    given: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "seed": seed,
-        "ignore_eos": ignore_eos,
-        "skip_special_tokens": False if keep_special_tokens else None,
-    }
+    given = take_sampling(options)
     console = Console(stderr=True)
     with _orderly_exit(console, "interrupted; finished requests are in the output file"):
         files = {"--prompts": prompts_path, "--output": output_path, "--config": options["config_path"]}
         trace = TraceFile(trace_path, files) if trace_path is not None else None
         config = pool_config(options) if pool_name is None else None
-        given = {name: value for name, value in given.items() if value is not None}
         run = _Run(
             read_prompts(prompts_path, SamplingParams(**given)), prompts_path, output_path, console, show_graphs, trace
         )
@@ -269,7 +255,7 @@ class _Run:
         if failed:
             self.say(f"request {entry.id!r} failed: {completion.error}")
         else:
-            writer.write(_output_line(entry, completion))
+            writer.write(OutputLine.of(entry.id, completion))
         progress.on_completion(completion.num_completion_tokens, failed)
 
     def _tokenized(self, spec: ModelSpec) -> list[tuple[int, ...]]:
@@ -325,17 +311,6 @@ class _Run:
         self.say(graph_summary(reports))
         if self.show_graphs:
             self.console.print(graph_table(reports))
-
-
-def _output_line(entry: PromptEntry, completion: PoolCompletion) -> OutputLine:
-    return OutputLine(
-        id=entry.id,
-        token_ids=completion.token_ids,
-        text=completion.text,
-        finish_reason=completion.finish_reason,
-        num_prompt_tokens=completion.num_prompt_tokens,
-        num_completion_tokens=completion.num_completion_tokens,
-    )
 
 
 def _say(console: Console, line: str) -> None:

@@ -1,4 +1,7 @@
-"""The command line's options for a pool, and the configuration they make; every limit has one, named like it."""
+"""The command line's options for a pool and for sampling, and the settings they make.
+
+Every limit has an option named like it, and so has every sampling setting but lists.
+"""
 
 import re
 from collections.abc import Callable
@@ -12,6 +15,7 @@ from ...dispatch.budgets.limits import Limits
 from ...dispatch.errors import ConfigError
 from ...dispatch.registry import dispatch_names
 from ...workers.config import DeviceName, DTypeName, GenerationConfigName, WeightsName
+from ...workers.request import SamplingParams
 from ..config import PoolConfig, load_config
 
 _TOP_LEVEL = ("model", "ranks", "attn_tp_size", "dtype", "weights", "dispatch", "address", "generation_config")
@@ -93,6 +97,47 @@ _CLUSTER_OPTIONS = [
         "--placement-timeout", type=float, metavar="SECONDS", help="How long to wait for a place for every rank."
     ),
 ]
+
+
+_SAMPLING_FLAGS = {"skip_special_tokens": "--keep-special-tokens"}
+_SAMPLING_HELP = {
+    "temperature": "For prompts that do not say. Default 0, greedy.",
+    "top_k": "For prompts that do not say. Default 0, all tokens.",
+    "seed": "For prompts that do not say: each gets its own, from this one and its id.",
+    "ignore_eos": "Go on after an end-of-sequence token.",
+    "skip_special_tokens": "Leave special tokens in the texts.",
+}
+"""Of settings that their name and default do not explain."""
+
+
+def _sampling_option(field: msgspec.structs.FieldInfo) -> Callable[..., Any] | None:
+    kinds = [kind for kind in get_args(field.type) or (field.type,) if kind in (bool, int, float)]
+    if not kinds:
+        return None
+    words = field.name.replace("_", "-")
+    help_text = _SAMPLING_HELP.get(field.name) or f"For prompts that do not say. Default {field.default:g}."
+    if kinds != [bool]:
+        return click.option(f"--{words}", type=kinds[0], help=help_text)
+    flag = _SAMPLING_FLAGS.get(field.name, f"--no-{words}" if field.default else f"--{words}")
+    return click.option(flag, field.name, is_flag=True, default=None, help=help_text)
+
+
+def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options of a command that generates; `take_sampling` gets what they say."""
+    for field in reversed(msgspec.structs.fields(SamplingParams)):
+        option = _sampling_option(field)
+        command = command if option is None else option(command)
+    return command
+
+
+def take_sampling(options: dict[str, Any]) -> dict[str, Any]:
+    """The sampling settings that were given, by name; they are taken out of the options."""
+    given = {}
+    for field in msgspec.structs.fields(SamplingParams):
+        value = options.pop(field.name, None)
+        if value is not None:
+            given[field.name] = not field.default if field.type is bool else value
+    return given
 
 
 def pool_options(command: Callable[..., Any]) -> Callable[..., Any]:

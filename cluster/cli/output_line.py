@@ -8,6 +8,7 @@ import msgspec
 
 from ...dispatch.errors import ConfigError
 from ...workers.request import FinishReason
+from ..completion import PoolCompletion
 
 
 class OutputLine(msgspec.Struct, frozen=True):
@@ -19,6 +20,11 @@ class OutputLine(msgspec.Struct, frozen=True):
     finish_reason: FinishReason
     num_prompt_tokens: int
     num_completion_tokens: int
+
+    @classmethod
+    def of(cls, own_id: str, completion: PoolCompletion) -> "OutputLine":
+        """The line of a completion; what it says beside the id are attributes of that, by the same names."""
+        return cls(own_id, *(getattr(completion, name) for name in cls.__struct_fields__[1:]))
 
 
 def finished_in(file: Iterable[bytes], source: str) -> tuple[dict[str, int], int]:

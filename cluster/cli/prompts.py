@@ -14,23 +14,30 @@ from ..requests.tokens import Chat, Message, refuse_broken_text
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 
 
-class PromptLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One line: `prompt`, `prompt_token_ids` or `messages`, an optional `id`, and what differs from the run's sampling
-    settings.
+class PromptKeys(msgspec.Struct, frozen=True):
+    """What a line has beside its sampling settings: one of `prompt`, `prompt_token_ids` and `messages`, and an optional
+    `id`.
     """
 
     id: str | int | None = None
     prompt: str | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     messages: tuple[Message, ...] | None = None
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] | str | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
+
+
+def _in_line(kind: Any) -> Any:
+    """What a line may give for a setting of this kind: nothing too, and one text for several."""
+    return kind | str | None if kind == tuple[str, ...] else kind | None
+
+
+PromptLine = msgspec.defstruct(
+    "PromptLine",
+    [(field.name, _in_line(field.type), None) for field in msgspec.structs.fields(SamplingParams)],
+    bases=(PromptKeys,),
+    frozen=True,
+    forbid_unknown_fields=True,
+)
+"""One line: its keys, and what differs from the run's sampling settings."""
 
 
 class PromptEntry(msgspec.Struct, frozen=True):
@@ -92,7 +99,7 @@ def _parse(where: str, number: int, text: str, defaults: SamplingParams) -> Prom
         raise ConfigError(f"{where}: not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ConfigError(f"{where}: a {type(fields).__name__}, not a JSON object")
-    line = decode(fields, PromptLine, where)
+    line: Any = decode(fields, PromptLine, where)
     try:
         given = [name for name in _PROMPT_KEYS if getattr(line, name) is not None]
         if len(given) != 1:
@@ -108,16 +115,16 @@ def _parse(where: str, number: int, text: str, defaults: SamplingParams) -> Prom
         if line.messages is not None:
             prompt = Chat(line.messages)
         own_id = str(number) if line.id is None else str(line.id)
-        own = _given(line, own_id, defaults)
-        return PromptEntry(own_id, number, prompt, msgspec.structs.replace(defaults, **own), own)
+        given_settings = _given(line, own_id, defaults)
+        sampling = msgspec.structs.replace(defaults, **given_settings)
+        own = {name: getattr(sampling, name) for name in given_settings}
+        return PromptEntry(own_id, number, prompt, sampling, own)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _given(line: PromptLine, own_id: str, defaults: SamplingParams) -> dict[str, Any]:
+def _given(line: PromptKeys, own_id: str, defaults: SamplingParams) -> dict[str, Any]:
     settings = {name: getattr(line, name) for name in SamplingParams.__struct_fields__}
-    if isinstance(settings["stop"], str):
-        settings["stop"] = (settings["stop"],)
     given = {name: value for name, value in settings.items() if value is not None}
     if "seed" not in given and defaults.seed is not None:
         given["seed"] = seed_of_line(defaults.seed, own_id)

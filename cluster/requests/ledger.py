@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ...dispatch.errors import ExpertPoolError
-from ...workers.request import Completion, RankOutput, RankStats, Request, SamplingParams
+from ...workers.request import (
+    Completion,
+    Generated,
+    GeneratedSoFar,
+    RankOutput,
+    RankStats,
+    Request,
+    SamplingParams,
+)
 from .router import Router
 
 _STATS_INTERVAL_S = 1.0
@@ -52,10 +60,10 @@ class Stream:
 class _Entry:
     request: Request
     stream: Stream
-    token_ids: list[int]
+    generated: GeneratedSoFar
 
     def resumed(self) -> Request:
-        return msgspec.structs.replace(self.request, resume_token_ids=tuple(self.token_ids))
+        return msgspec.structs.replace(self.request, resume_from=self.generated.since(0))
 
 
 class Ledger:
@@ -85,7 +93,7 @@ class Ledger:
         for index, prompt in enumerate(prompts):
             request = Request(key=next(self._keys), prompt_token_ids=prompt.token_ids, sampling=prompt.sampling)
             stream.index_of[request.key] = index
-            self._entries[request.key] = _Entry(request, stream, [])
+            self._entries[request.key] = _Entry(request, stream, GeneratedSoFar(Generated()))
             self._router.add(request)
         return stream
 
@@ -113,7 +121,7 @@ class Ledger:
                 finished.setdefault(entry.stream, []).append((index, completion))
         for progress in output.progress:
             if progress.key in self._entries:
-                self._entries[progress.key].token_ids.extend(progress.token_ids)
+                self._entries[progress.key].generated.extend(progress.generated)
         for stream in self._streams if self._is_time_for(output.stats) else finished:
             stream.events.put_nowait(PoolEvent(tuple(finished.get(stream, ())), output.stats))
 

@@ -7,9 +7,18 @@ from collections.abc import Iterator
 import numpy
 import pytest
 import ray
-from expert_pool.cluster import ConfigError, ExpertPool, Limits, PoolConfig, RankError, SamplingParams
+from expert_pool.cluster import (
+    ConfigError,
+    ExpertPool,
+    Limits,
+    PoolCompletion,
+    PoolConfig,
+    RankError,
+    SamplingParams,
+)
 from expert_pool.cluster.arguments import number_of_ranks
 from expert_pool.cluster.driver.handle import get_answer
+from expert_pool.workers.request import Completion, Generated
 
 ONE = SamplingParams(max_new_tokens=1)
 LONG = SamplingParams(max_new_tokens=400, ignore_eos=True)
@@ -138,3 +147,17 @@ def test_what_is_asked_after_the_session_ended_says_so(pool, capfd):
     streams.clear()
     assert not ray.is_initialized(), "no other session was started in silence"
     assert "No owner found" not in "".join(capfd.readouterr())
+
+
+def test_a_completion_is_shown_pickled_and_compared_by_what_its_caller_sees():
+    first, again, other = (
+        PoolCompletion(3, (1, 2), Completion(key, Generated((7, token)), "a", "length", 2))
+        for key, token in ((0, 8), (1, 8), (0, 9))
+    )
+    shown = "PoolCompletion(index=3, prompt_token_ids=(1, 2), token_ids=(7, 8), text='a', finish_reason='length', "
+    assert repr(first) == shown + "error=None)"
+    assert pickle.loads(pickle.dumps(first)) == first == again != other
+    assert len({first, again, other}) == 2
+    assert (first.num_prompt_tokens, first.num_completion_tokens) == (2, 2)
+    with pytest.raises(AttributeError):
+        first.index = 4

@@ -97,7 +97,7 @@ class HostProfile:
 
     def __init__(self, engine: Any):
         from expert_pool.workers import executor as executor_module
-        from expert_pool.workers.executor import SampledTokens
+        from expert_pool.workers.executor import SampledRows
         from expert_pool.workers.scheduling.inputs import PackedStep
 
         loop, graphs = engine.loaded.loop, engine.graphs
@@ -121,7 +121,7 @@ class HostProfile:
         self._wrap(executor, "_sample", "sample")
         self._wrap(executor, "run", "launch, all of it")
         self._wrap(loop._scheduler, "launch", "count launched")
-        self._wrap(SampledTokens, "wait", "wait for tokens")
+        self._wrap(SampledRows, "wait", "wait for rows")
         self._wrap(loop._scheduler, "resolve", "resolve")
         self._wrap(loop, "_hand_out", "hand out")
 

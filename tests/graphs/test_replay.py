@@ -18,6 +18,7 @@ from expert_pool.workers.attention.kv_cache import PADDING_BLOCK
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.request import Request, SamplingParams
 from expert_pool.workers.scheduling.inputs import StepInputs, dummy, pack
+from expert_pool.workers.scheduling.rows import StepRows
 from expert_pool.workers.scheduling.scheduler import BatchKind, ScheduledBatch, Slice
 from expert_pool.workers.scheduling.sequence import TokenSequence
 from expert_pool.workers.step_plan import EAGER_TOO_LARGE
@@ -184,7 +185,7 @@ def compare_replays(engine: RankEngine, kind: str, steps: Sequence[tuple[int, ..
         poison_buffers(engine, kind)
         cache.restore(padding=float("nan"))
         replayed, replayed_cache = runner.replay(entry, inputs.values(), num_due).clone(), cache.written()
-        tokens = runner.finished(entry, num_due).clone()
+        tokens = StepRows.unpacked(runner.finished(entry, num_due).clone()).token_ids_N
         cache.restore(padding=0.0)
         padded, padded_cache = run_padded(runner, entry, inputs.values(), num_due).clone(), cache.written()
         cache.restore(padding=0.0)

@@ -6,7 +6,8 @@ import pytest
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig, SamplingParams, WorkerConfig
 from expert_pool.dispatch.budgets.layout import Layout
 from expert_pool.workers.attention.kv_cache import BlockAllocator
-from expert_pool.workers.request import Completion, Request
+from expert_pool.workers.request import Completion, Generated, Request
+from expert_pool.workers.scheduling.rows import Row
 from expert_pool.workers.scheduling.scheduler import BatchKind, ScheduledBatch, Scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,7 +52,7 @@ def test_requests_end_as_they_would_without_overlap(sizes, chunk, running, block
         for key, (prompt, new, _, _) in enumerate(sizes)
     ]
     ends = [len(one.prompt_token_ids) + size[3] for one, size in zip(requests, sizes, strict=True)]
-    under_way: deque[tuple[ScheduledBatch, list[int]]] = deque()
+    under_way: deque[tuple[ScheduledBatch, list[Row]]] = deque()
     finished: dict[int, Completion] = {}
     for number in range(20_000):
         for key, (_, _, arrival, _) in enumerate(sizes):
@@ -69,9 +70,9 @@ def test_requests_end_as_they_would_without_overlap(sizes, chunk, running, block
             assert len(sequence.blocks) * block_size >= sequence.num_computed + piece.num_tokens
             assert sequence.num_pending <= 1, "only tokens of the step before may be unknown"
         due = [piece.sequence for piece in batch.slices if piece.reaches_end]
-        tokens = [said(one.request.key, one.num_tokens, ends[one.request.key]) for one in due]
+        rows = [Row(Generated((said(one.request.key, one.num_tokens, ends[one.request.key]),))) for one in due]
         under_test.launch(batch)
-        under_way.append((batch, tokens))
+        under_way.append((batch, rows))
         if len(under_way) > 1:
             for completion in under_test.resolve(*under_way.popleft()):
                 assert completion.key not in finished

@@ -245,6 +245,6 @@ def run_largest_step(config: RankConfig, target: TargetModel, agreement: Agreeme
 
 
 def _widest_draw(config: RankConfig) -> TokenSequence:
-    """A request whose sampling takes the most memory: no limit is one that leaves a step of it out."""
-    sampling = SamplingParams(temperature=1.0, top_k=max(1, config.spec.vocab_size - 1), top_p=0.9, seed=0)
+    """A request whose sampling takes the most memory."""
+    sampling = SamplingParams.widest(config.spec.vocab_size)
     return TokenSequence(Request(0, (0,), sampling), config.spec.context_length, None)

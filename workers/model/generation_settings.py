@@ -38,16 +38,19 @@ UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
 }
 """Which values of a setting change what `generate(do_sample=False)` gives, apart from null."""
 
-UNSUPPORTED_SAMPLING: dict[str, Callable[[Any], bool]] = {
+# The settings of a prompt that Transformers knows by the same names.
+_ALIKE = sorted({*SamplingParams.__struct_fields__} & vars(GenerationConfig()).keys() - {"max_new_tokens"})
+SAMPLING = ("do_sample", *_ALIKE)
+OFFERED = (*SAMPLING, "max_new_tokens", "stop_strings")
+"""What can be the default of a prompt; those of `SAMPLING` count where a model asks for sampling."""
+
+_WITHOUT_SETTING: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff"), _other_than(0.0)),
     **dict.fromkeys(("typical_p", "num_return_sequences"), _other_than(1.0)),
     "top_h": _other_than(),
 }
+UNSUPPORTED_SAMPLING = {name: changes for name, changes in _WITHOUT_SETTING.items() if name not in OFFERED}
 """Likewise for `generate(do_sample=True)` alone."""
-
-SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
-OFFERED = (*SAMPLING, "max_new_tokens", "stop_strings")
-"""What can be the default of a prompt; those of `SAMPLING` count where a model asks for sampling."""
 
 APPLIED = {"eos_token_id"}
 
@@ -112,7 +115,7 @@ def _defaults(offered: dict[str, Any]) -> SamplingParams:
     given = {name: value for name, value in offered.items() if name not in ("do_sample", "stop_strings")}
     if "do_sample" in offered:
         general = GenerationConfig._get_default_generation_params()
-        given = {name: general[name] for name in ("temperature", "top_k", "top_p")} | given
+        given = {name: general[name] for name in _ALIKE if name in general} | given
     return SamplingParams(**given, stop=offered.get("stop_strings", ()))
 
 

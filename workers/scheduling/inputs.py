@@ -70,7 +70,7 @@ class PackedStep:
 
         Args:
             device: of this rank.
-            last_tokens_N: what the last step sampled, on the device; where it failed, any token will do.
+            last_tokens_N: what the last step sampled, on the device; where it failed, any token of the vocabulary.
         """
         if self.flat is None or self.flat.device == device:
             inputs = self.inputs.to(device)
@@ -79,7 +79,7 @@ class PackedStep:
         if self.carried_rows:
             places = to_device([*self.carried_rows, *self.carried_from], torch.int64, device)
             rows, origins = places.split(len(self.carried_rows))
-            inputs.input_ids[rows] = last_tokens_N[origins].clamp(min=0)
+            inputs.input_ids[rows] = last_tokens_N[origins]
         return inputs
 
 

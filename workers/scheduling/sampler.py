@@ -9,55 +9,50 @@ import numpy
 import torch
 
 from ..request import SamplingParams
+from .rows import RowFailure, StepRows
 from .sequence import TokenSequence
-
-NOT_FINITE = -1
-"""Stands for a token where the logits of a row are not finite."""
 
 # A draw takes about 50 bytes a logit at its peak, in float64. So many are drawn from at once: 0.4 GB.
 _LOGITS_AT_ONCE = 1 << 23
 
 
 def greedy(logits_NV: torch.Tensor) -> torch.Tensor:
-    """The most likely token of each row, `[N]` int64; `NOT_FINITE` where a row holds a number that is not finite.
-
-    Graphs record it after the step.
-    """
-    least_N, largest_N = logits_NV.aminmax(dim=-1)  # both are NaN where anything is
-    is_finite_N = torch.isfinite(least_N) & torch.isfinite(largest_N)
-    return torch.where(is_finite_N, logits_NV.argmax(dim=-1), NOT_FINITE)
+    """The rows of the most likely tokens, as `StepRows.packed` has them. Graphs record it after the step."""
+    return _rows(logits_NV, logits_NV.argmax(dim=-1)).packed()
 
 
-def sample(
-    logits_NV: torch.Tensor, sequences: list[TokenSequence], greedy_N: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The next token of each sequence.
+def sample(logits_NV: torch.Tensor, sequences: list[TokenSequence], greedy_NF: torch.Tensor | None = None) -> StepRows:
+    """What a step yields for each sequence.
 
     Args:
         logits_NV: `[N, V]`, one row a sequence, any float dtype.
         sequences: the `N` sequences, before the step that yields the token is counted as launched.
-        greedy_N: `greedy(logits_NV)`, where a graph found it already; it is not changed.
+        greedy_NF: `greedy(logits_NV)`, where a graph found it already; it is not changed.
 
     Returns:
-        `[N]` int64 on the device of the logits, a tensor of its own; `NOT_FINITE` where a row holds a number that is
-        not finite.
+        On the device of the logits, tensors of their own; `RowFailure.NOT_FINITE` where a row of the logits holds a
+        number that is not finite.
     """
-    if not sequences:
-        return torch.empty(0, dtype=torch.int64, device=logits_NV.device)
-    greedy_N = greedy(logits_NV) if greedy_N is None else greedy_N.clone()
+    packed_NF = greedy(logits_NV) if greedy_NF is None else greedy_NF.clone()
     # The only token that top_k=1 leaves is the greedy one, also where several are as likely.
     drawn = [row for row, one in enumerate(sequences) if _draws(one.request.sampling)]
-    if not drawn:
-        return greedy_N
-    tokens_N = greedy_N.clone()
-    rows = to_device(drawn, torch.int64, logits_NV.device)
-    at_once = max(1, _LOGITS_AT_ONCE // logits_NV.shape[1])
-    parts = [
-        _draw(logits_NV[rows[start : start + at_once]], [sequences[row] for row in drawn[start : start + at_once]])
-        for start in range(0, len(drawn), at_once)
-    ]
-    tokens_N[rows] = torch.cat(parts)
-    return torch.where(greedy_N == NOT_FINITE, NOT_FINITE, tokens_N)
+    if drawn:
+        rows = to_device(drawn, torch.int64, logits_NV.device)
+        at_once = max(1, _LOGITS_AT_ONCE // logits_NV.shape[1])
+        parts = []
+        for start in range(0, len(drawn), at_once):
+            logits_MV = logits_NV[rows[start : start + at_once]]
+            tokens_M = _draw(logits_MV, [sequences[row] for row in drawn[start : start + at_once]])
+            parts.append(_rows(logits_MV, tokens_M).packed())
+        packed_NF[rows] = torch.cat(parts)
+    return StepRows.unpacked(packed_NF)
+
+
+def _rows(logits_NV: torch.Tensor, token_ids_N: torch.Tensor) -> StepRows:
+    """The rows that these logits and the tokens taken from them make."""
+    least_N, largest_N = logits_NV.aminmax(dim=-1)  # both are NaN where anything is
+    is_finite_N = torch.isfinite(least_N) & torch.isfinite(largest_N)
+    return StepRows(token_ids_N=token_ids_N, failures_N=torch.where(is_finite_N, 0, RowFailure.NOT_FINITE))
 
 
 def _draws(sampling: SamplingParams) -> bool:

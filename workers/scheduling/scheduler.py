@@ -21,6 +21,7 @@ from ...dispatch.budgets.limits import Limits
 from ..attention.kv_cache import BlockAllocator
 from ..request import Completion, Progress, Request
 from .continued_text import Decode
+from .rows import Row
 from .sequence import TokenSequence
 
 
@@ -164,27 +165,27 @@ class Scheduler:
         for piece in batch.slices:
             piece.sequence.launch(piece.num_tokens, next(rows) if piece.reaches_end else None)
 
-    def resolve(self, batch: ScheduledBatch, next_token_ids: list[int | str]) -> list[Completion]:
+    def resolve(self, batch: ScheduledBatch, rows: list[Row]) -> list[Completion]:
         """Take the results of the oldest batch under way in.
 
         Args:
             batch: what was launched.
-            next_token_ids: for each slice that reaches the end of its sequence, in order, the sampled token, or a
-                message where this request failed; it fails alone.
+            rows: for each slice that reaches the end of its sequence, in order, what the step yields for it; where a
+                row failed, its request fails alone.
 
         Returns:
             Completions of the requests that ended.
         """
         due = [piece.sequence for piece in batch.slices if piece.reaches_end]
         completions = []
-        for sequence, result in zip(due, next_token_ids, strict=True):
+        for sequence, row in zip(due, rows, strict=True):
             if sequence.is_over:
                 continue
-            if isinstance(result, str):
-                completions.append(sequence.completion("error", result))
+            if row.failure is not None:
+                completions.append(sequence.completion("error", row.failure.told(len(sequence.token_ids))))
                 self._remove(sequence)
                 continue
-            reason = sequence.append(result, self._eos_token_ids)
+            reason = sequence.append(row.generated, self._eos_token_ids)
             if reason is not None:
                 completions.append(sequence.completion(reason))
                 self._remove(sequence)

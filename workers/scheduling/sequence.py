@@ -4,7 +4,7 @@ A step is launched before the tokens of the one before it have come back from th
 that are sampled and not yet known: they count, and only their values are missing.
 """
 
-from ..request import Completion, FinishReason, Progress, Request
+from ..request import Completion, FinishReason, Generated, GeneratedSoFar, Progress, Request
 from .continued_text import ContinuedText, Decode
 
 
@@ -12,7 +12,7 @@ class TokenSequence:
     """A request under way.
 
     Args:
-        request: what was asked, with the tokens that it resumes from.
+        request: what was asked, with what it resumes from.
         max_length: prompt and completion tokens together, at most.
         decode: the tokenizer's decoding, `None` where the model folder carries no tokenizer.
 
@@ -27,13 +27,14 @@ class TokenSequence:
 
     def __init__(self, request: Request, max_length: int, decode: Decode | None):
         self.request = request
-        self.token_ids = [*request.prompt_token_ids, *request.resume_token_ids]
+        self.token_ids = [*request.prompt_token_ids, *request.resume_from.token_ids]
         self.num_computed = 0
         self.num_pending = 0
         self.pending_row = 0
         self.is_over = False
         self.blocks: list[int] = []
-        self._num_reported = len(self.token_ids)
+        self._generated = GeneratedSoFar(request.resume_from)
+        self._num_reported = len(self._generated)
         self._max_length = max_length
         self._text = None if decode is None else ContinuedText(decode, request.prompt_token_ids)
 
@@ -66,10 +67,12 @@ class TokenSequence:
             self.num_pending += 1
             self.pending_row = row
 
-    def append(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+    def append(self, generated: Generated, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """The oldest token under way has become known; returns the reason if it ends the request."""
+        [token_id] = generated.token_ids
         self.num_pending -= 1
         self.token_ids.append(token_id)
+        self._generated.extend(generated)
         num_known = len(self.token_ids)
         sampling = self.request.sampling
         if token_id in eos_token_ids and not sampling.ignore_eos:
@@ -83,21 +86,21 @@ class TokenSequence:
         return None
 
     def progress(self) -> Progress | None:
-        """Tokens that have become known since the last call, if there are any."""
-        if len(self.token_ids) == self._num_reported:
+        """What has become known since the last call, if there is anything."""
+        if len(self._generated) == self._num_reported:
             return None
-        new = tuple(self.token_ids[self._num_reported :])
-        self._num_reported = len(self.token_ids)
+        new = self._generated.since(self._num_reported)
+        self._num_reported = len(self._generated)
         return Progress(self.request.key, new)
 
     def completion(self, finish_reason: FinishReason, error: str | None = None) -> Completion:
-        token_ids, sampling = tuple(self.token_ids[self.num_prompt_tokens :]), self.request.sampling
+        generated, sampling = self._generated.since(0), self.request.sampling
         text = None
         if self._text is not None:
-            text = self._text.before_stop(token_ids, sampling.stop, sampling.skip_special_tokens)
+            text = self._text.before_stop(generated.token_ids, sampling.stop, sampling.skip_special_tokens)
         return Completion(
             key=self.request.key,
-            token_ids=token_ids,
+            generated=generated,
             text=text,
             finish_reason=finish_reason,
             num_prompt_tokens=self.num_prompt_tokens,

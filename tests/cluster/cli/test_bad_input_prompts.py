@@ -4,9 +4,12 @@ import json
 import shutil
 from pathlib import Path
 
+import click
 import msgspec
 import pytest
+from click.testing import CliRunner
 from expert_pool.cluster import ConfigError, SamplingParams
+from expert_pool.cluster.cli.options import sampling_options, take_sampling
 from expert_pool.cluster.cli.output import open_output
 from expert_pool.cluster.cli.output_line import OutputLine
 from expert_pool.cluster.cli.prompts import PromptEntry, read_prompts
@@ -217,6 +220,34 @@ def test_a_text_prompt_longer_than_the_context_is_refused(refused, prompts_file,
     said = refused("generate", "--model", tiny_moe, "--prompts", path, "--output", tmp_path / "o")
     assert "line 1: " in said
     assert "the model's context of 1024 holds a prompt of at most 1023" in said
+
+
+SETTINGS = {
+    "max_new_tokens": (3, "--max-new-tokens=3"),
+    "temperature": (0.5, "--temperature=0.5"),
+    "top_p": (0.25, "--top-p=0.25"),
+    "top_k": (4, "--top-k=4"),
+    "seed": (9, "--seed=9"),
+    "stop": (("end",), None),
+    "ignore_eos": (True, "--ignore-eos"),
+    "skip_special_tokens": (False, "--keep-special-tokens"),
+}
+
+
+def test_every_sampling_setting_can_be_given_in_a_line_and_all_but_texts_as_an_option(prompts_file):
+    @click.command()
+    @sampling_options
+    def taken(**options):
+        click.echo(repr(take_sampling(options)) + repr(options))
+
+    assert SETTINGS.keys() == {*SamplingParams.__struct_fields__}
+    everything = {name: value for name, (value, _) in SETTINGS.items()}
+    [entry] = read_prompts(prompts_file({"prompt_token_ids": [5], **everything}), SamplingParams())
+    assert (entry.sampling, entry.given) == (SamplingParams(**everything), everything)
+    options = {name: option for name, (_, option) in SETTINGS.items() if option is not None}
+    given = {name: everything[name] for name in options}
+    assert CliRunner().invoke(taken, list(options.values())).output == f"{given!r}{{}}\n"
+    assert CliRunner().invoke(taken, []).output == "{}{}\n"
 
 
 @pytest.mark.parametrize(

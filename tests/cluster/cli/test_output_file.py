@@ -10,11 +10,12 @@ import time
 import fsspec
 import msgspec
 import pytest
-from expert_pool.cluster import ConfigError, ExpertPoolError
+from expert_pool.cluster import ConfigError, ExpertPoolError, PoolCompletion
 from expert_pool.cluster.cli import object_output, output
 from expert_pool.cluster.cli.object_output import PartsWriter
 from expert_pool.cluster.cli.output import CompletionWriter, open_output
 from expert_pool.cluster.cli.output_line import OutputLine
+from expert_pool.workers.request import Completion, Generated
 
 
 def line(key: str, num_tokens: int = 2) -> OutputLine:
@@ -23,6 +24,15 @@ def line(key: str, num_tokens: int = 2) -> OutputLine:
 
 def ids(path) -> list[str]:
     return [msgspec.json.decode(one, type=OutputLine).id for one in path.read_bytes().split(b"\n") if one]
+
+
+def test_the_line_of_a_completion_says_what_its_caller_sees():
+    completion = Completion(17, Generated((5, 6)), "a\u2028b", "length", 3)
+    made = OutputLine.of("own", PoolCompletion(0, (1, 2, 3), completion))
+    assert msgspec.json.encode(made) == (
+        b'{"id":"own","token_ids":[5,6],"text":"a\xe2\x80\xa8b","finish_reason":"length","num_prompt_tokens":3,'
+        b'"num_completion_tokens":2}'
+    )
 
 
 def test_what_is_written_is_known_to_the_next_writer(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from expert_pool.cluster import RankError, RankStats, SamplingParams
 from expert_pool.cluster.requests.ledger import Ledger, PoolEvent, Prompt
 from expert_pool.cluster.requests.router import Router
-from expert_pool.workers.request import Completion, Progress, RankOutput
+from expert_pool.workers.request import Completion, Generated, Progress, RankOutput
 
 PROMPTS = [Prompt((1, 2), SamplingParams(max_new_tokens=9)), Prompt((3,), SamplingParams(max_new_tokens=9))]
 
@@ -20,7 +20,7 @@ def output(*completions: Completion, progress: tuple[Progress, ...] = ()) -> Ran
 
 
 def completion(key: int) -> Completion:
-    return Completion(key, (7, 8), None, "length", 1)
+    return Completion(key, Generated((7, 8)), None, "length", 1)
 
 
 def events(stream) -> list:
@@ -31,11 +31,15 @@ def test_unfinished_requests_are_handed_out_again_with_the_tokens_they_have():
     kept = ledger()
     kept.open(PROMPTS)
     [first, second] = kept.assign()[0]
-    kept.settle(output(progress=(Progress(first.key, (5, 6)),)))
-    kept.settle(output(completion(second.key), progress=(Progress(first.key, (7,)),)))
+    kept.settle(output(progress=(Progress(first.key, Generated((5, 6))),)))
+    kept.settle(output(completion(second.key), progress=(Progress(first.key, Generated((7,))),)))
     kept.requeue(Router(2, window=4))
     [[again]] = kept.assign().values()
-    assert (again.key, again.prompt_token_ids, again.resume_token_ids) == (first.key, (1, 2), (5, 6, 7))
+    assert (again.key, again.prompt_token_ids, again.resume_from) == (
+        first.key,
+        (1, 2),
+        Generated((5, 6, 7)),
+    )
     assert kept.num_unfinished == 1
 
 
@@ -45,7 +49,7 @@ def test_a_request_that_finishes_twice_is_answered_once():
     kept.assign()
     kept.settle(output(completion(1)))
     kept.requeue(Router(1, window=4))
-    kept.settle(output(completion(1), progress=(Progress(1, (9,)),)))
+    kept.settle(output(completion(1), progress=(Progress(1, Generated((9,))),)))
     assert [finished for event in events(stream) for finished in event.finished] == [(1, completion(1))]
 
 

@@ -7,9 +7,10 @@ import numpy
 import pytest
 import torch
 from expert_pool.cluster import CacheConfig, ConfigError, Limits, PoolConfig, SamplingParams
-from expert_pool.workers.request import Request
+from expert_pool.workers.request import Generated, Request
 from expert_pool.workers.scheduling import sampler
-from expert_pool.workers.scheduling.sampler import NOT_FINITE, sample, uniform
+from expert_pool.workers.scheduling.rows import Row, RowFailure
+from expert_pool.workers.scheduling.sampler import sample, uniform
 from expert_pool.workers.scheduling.sequence import TokenSequence
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,11 +30,11 @@ def drawn(logits: list[float], **settings: float) -> set[int]:
     """Every token that many draws at different positions give."""
     sampling = SamplingParams(seed=11, **{"temperature": 1.0, **settings})
     sequences = [sequence(sampling, position) for position in range(DRAWS)]
-    return set(sample(torch.tensor([logits] * DRAWS, dtype=torch.float32), sequences).tolist())
+    return set(sample(torch.tensor([logits] * DRAWS, dtype=torch.float32), sequences).token_ids_N.tolist())
 
 
 def test_greedy_takes_the_first_of_equal_logits():
-    assert sample(torch.tensor([[0.0, 2.0, 2.0, 1.0]]), [sequence(SamplingParams())]).tolist() == [1]
+    assert sample(torch.tensor([[0.0, 2.0, 2.0, 1.0]]), [sequence(SamplingParams())]).token_ids_N.tolist() == [1]
 
 
 def test_without_limits_every_likely_token_is_drawn():
@@ -55,7 +56,7 @@ def test_top_k_keeps_no_more_of_equal_logits():
 
 @given(logits=st.lists(st.integers(0, 3), min_size=1, max_size=300), top_p=st.sampled_from([1.0, 0.5]))
 def test_top_k_of_one_is_greedy(logits, top_p):
-    greedy = sample(torch.tensor([logits], dtype=torch.float32), [sequence(SamplingParams())]).item()
+    greedy = sample(torch.tensor([logits], dtype=torch.float32), [sequence(SamplingParams())]).token_ids_N.item()
     assert drawn(logits, top_k=1, top_p=top_p) == {greedy}
 
 
@@ -93,10 +94,10 @@ def test_many_draws_take_the_memory_of_a_few(monkeypatch):
     logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(5)).bfloat16()
     sequences = [sequence(SamplingParams(seed=1, temperature=0.9, top_p=0.9, top_k=300), n) for n in range(num_rows)]
     with PeakBytes() as at_once:
-        tokens = sample(logits, sequences)
+        tokens = sample(logits, sequences).token_ids_N
     monkeypatch.setattr(sampler, "_LOGITS_AT_ONCE", 4 * vocab_size)
     with PeakBytes() as by_four:
-        assert torch.equal(sample(logits, sequences), tokens)
+        assert torch.equal(sample(logits, sequences).token_ids_N, tokens)
     assert at_once.peak > 40 * logits.numel()
     assert by_four.peak < 8 * logits.numel()
 
@@ -104,7 +105,7 @@ def test_many_draws_take_the_memory_of_a_few(monkeypatch):
 def test_draws_follow_the_distribution():
     sampling = SamplingParams(seed=3, temperature=1.0)
     logits = torch.tensor([[0.7, 0.2, 0.1]] * 4000).log()
-    tokens = sample(logits, [sequence(sampling, position) for position in range(4000)])
+    tokens = sample(logits, [sequence(sampling, position) for position in range(4000)]).token_ids_N
     shares = tokens.bincount(minlength=3) / 4000
     assert shares.tolist() == pytest.approx([0.7, 0.2, 0.1], abs=0.03)
 
@@ -120,7 +121,7 @@ def test_draws_follow_the_distribution():
 def test_any_setting_in_bounds_draws_a_token_that_top_k_allows(logits, temperature, top_p, top_k, seed, position):
     sampling = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     row = torch.tensor(logits)
-    [token] = sample(row.unsqueeze(0), [sequence(sampling, position)])
+    [token] = sample(row.unsqueeze(0), [sequence(sampling, position)]).token_ids_N
     assert 0 <= token < len(logits)
     allowed = min(top_k or len(logits), len(logits))
     assert token in row.sort(descending=True, stable=True).indices[:allowed]
@@ -138,11 +139,13 @@ def test_the_number_behind_a_draw_depends_on_seed_and_position():
 def test_a_request_with_logits_that_are_not_finite_fails_alone(bad, temperature):
     logits = torch.tensor([[0.0, 3.0], [bad, 1.0], [2.0, 0.0]])
     sampling = SamplingParams(temperature=temperature, seed=1, top_k=1)
-    assert sample(logits, [sequence(sampling, num_generated=4)] * 3).tolist() == [1, NOT_FINITE, 0]
+    rows = sample(logits, [sequence(sampling, num_generated=4)] * 3)
+    assert rows.rows() == [Row(Generated((1,))), Row(Generated(), RowFailure.NOT_FINITE), Row(Generated((0,)))]
+    assert all(0 <= token < 2 for token in rows.token_ids_N), "a step under way may take any of them in"
 
 
-def test_no_sequences_give_no_tokens():
-    assert sample(torch.zeros(0, 5), []).tolist() == []
+def test_no_sequences_give_no_rows():
+    assert sample(torch.zeros(0, 5), []).rows() == []
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import msgspec
 import pytest
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig, SamplingParams
 from expert_pool.workers.attention.kv_cache import BlockAllocator
-from expert_pool.workers.request import Completion, Request
+from expert_pool.workers.request import Completion, Generated, Request
+from expert_pool.workers.scheduling.rows import Row, RowFailure
 from expert_pool.workers.scheduling.scheduler import BatchKind, ScheduledBatch, Scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,10 +40,11 @@ def token(key: int, position: int) -> int:
     return (31 * key + 7 * position) % (VOCAB_SIZE - 1)
 
 
-def run(under_test: Scheduler, batch: ScheduledBatch, results: list[int | str]) -> list[Completion]:
+def run(under_test: Scheduler, batch: ScheduledBatch, results: list[int | RowFailure]) -> list[Completion]:
     """The batch is launched and comes back before the next one is scheduled."""
     under_test.launch(batch)
-    return under_test.resolve(batch, results)
+    rows = [Row(Generated(), one) if isinstance(one, RowFailure) else Row(Generated((one,))) for one in results]
+    return under_test.resolve(batch, rows)
 
 
 def step(under_test: Scheduler) -> tuple[ScheduledBatch, list[Completion]]:
@@ -94,7 +96,7 @@ def test_a_request_resumes_from_its_tokens_and_completes_as_if_it_had_never_stop
     one = request(1, prompt_length, new_tokens)
     num_had = data.draw(st.integers(0, new_tokens - 1))
     under_test = scheduler(chunk=8)
-    assert under_test.add(msgspec.structs.replace(one, resume_token_ids=expected_tokens(one)[:num_had])) is None
+    assert under_test.add(msgspec.structs.replace(one, resume_from=Generated(expected_tokens(one)[:num_had]))) is None
     completion = run_until_idle(under_test)[1]
     assert (completion.token_ids, completion.num_prompt_tokens) == (expected_tokens(one), prompt_length)
     assert completion.finish_reason == "length"
@@ -108,9 +110,9 @@ def test_reports_of_progress_follow_each_other_without_gaps_whoever_is_preempted
     finished: dict[int, Completion] = {}
     while len(finished) < 3:
         for progress in under_test.progress():
-            assert progress.token_ids
+            assert progress.generated.token_ids
             assert progress.key not in finished
-            reported[progress.key] += progress.token_ids
+            reported[progress.key] += progress.generated.token_ids
         finished |= {completion.key: completion for completion in step(under_test)[1]}
     assert under_test.num_preemptions
     assert all(finished[key].token_ids[:7] == tokens for key, tokens in reported.items())
@@ -193,8 +195,12 @@ def test_a_request_whose_step_failed_ends_alone():
     free = under_test.num_free_blocks
     for key in (1, 2):
         under_test.add(request(key, 3))
-    [failed] = run(under_test, under_test.schedule(), [token(1, 3), "the logits are bad"])
-    assert (failed.key, failed.finish_reason, failed.error) == (2, "error", "the logits are bad")
+    [failed] = run(under_test, under_test.schedule(), [token(1, 3), RowFailure.NOT_FINITE])
+    assert (failed.key, failed.finish_reason, failed.error) == (
+        2,
+        "error",
+        "the model's logits are not finite after 3 tokens",
+    )
     assert run_until_idle(under_test)[1].token_ids == expected_tokens(request(1, 3))
     assert under_test.num_free_blocks == free
 

@@ -11,12 +11,14 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 from .budgets.geometry import StepGeometry
 from .budgets.layout import Layout
+from .budgets.path_settings import ModelShape
 from .collectives import Collectives
 from .dispatchers.contract import INVALID_EXPERT_ID
 from .errors import GeometryError
 from .expert_load import ExpertLoad
-from .experts.local_experts import LocalExperts
-from .paths.path import ExpertPath
+from .expert_path import ExpertPath
+from .experts.expert_weights import plain_weights
+from .moe_layer import MoeLayer
 
 
 class MoeExchange:
@@ -29,7 +31,8 @@ class MoeExchange:
         collectives: through which the ranks that share a batch gather its rows back.
 
     Attributes:
-        layers: this rank's experts of every layer that is bound to it, in the order of the model.
+        bound: what every experts module of the model calls.
+        layers: the model's MoE layers, in the order in which it runs them; none before they are described.
         load: what layers count their routing into, set before anything is recorded; `None`: they do not count.
     """
 
@@ -38,12 +41,36 @@ class MoeExchange:
         self.rank = rank
         self.path = path
         self.collectives = collectives
-        self.layers: list[LocalExperts] = []
+        self.bound: list[ExpertParallelExperts] = []
+        self.layers: list[MoeLayer] = []
         self.load: ExpertLoad | None = None
         self._geometry: StepGeometry | None = None
         self._num_valid_tokens: torch.Tensor | None = None
         self._carries_token_T1: torch.Tensor | None = None
         self._carried_TK: torch.Tensor | None = None
+
+    def describe_layers(self, model: torch.nn.Module, spec: ModelShape) -> None:
+        """Describe every layer of a model that is bound to this, once its weights are in place and before any step.
+
+        Args:
+            model: with this rank's experts, on its device.
+            spec: of the model; equal on every rank, and so is the order of layers that follows from it.
+        """
+        for shape in spec.moe:
+            module = model.get_submodule(shape.name)
+            bound = next(one for one in self.bound if one.module is module)
+            if bound.layer is not None:  # a model may run one module twice
+                continue
+            bound.layer = MoeLayer(
+                index=len(self.layers),
+                shape=shape,
+                dtype=getattr(torch, spec.dtype),
+                num_local=bound.num_local_experts,
+                first_expert=self.rank * bound.num_local_experts,
+                weights=plain_weights(module, shape.name),
+                forward=bound.experts_forward,
+            )
+            self.layers.append(bound.layer)
 
     def begin_step(self, geometry: StepGeometry, num_valid_tokens: torch.Tensor | None) -> None:
         """Set what every MoE layer of the coming step uses.
@@ -104,23 +131,29 @@ class MoeExchange:
 
 
 class ExpertParallelExperts(EPImplementation):
-    """Our dispatch behind Transformers' expert-parallel plug-in point; one instance an experts module."""
+    """Our dispatch behind Transformers' expert-parallel plug-in point; one instance an experts module.
+
+    Attributes:
+        module: whose forward this takes the place of.
+        layer: what it computes; see `MoeExchange.describe_layers`.
+    """
 
     def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, exchange: MoeExchange):
         super().__init__(experts, ep_mesh, tp_mesh)
+        self.module = experts
+        self.layer: MoeLayer | None = None
         self._exchange = exchange
-        self._experts = LocalExperts(experts, self.experts_forward, self.num_local_experts)
-        self._layer = len(exchange.layers)
-        exchange.layers.append(self._experts)
+        exchange.bound.append(self)
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """`[T, H]` hidden states of the batch this rank holds, `[T, K]` global expert ids and weights -> `[T, H]`."""
-        exchange = self._exchange
+        exchange, layer = self._exchange, self.layer
+        assert layer is not None, "layers are described before any step"
         geometry = exchange.geometry_for(hidden_states.shape[0])
         rows = geometry.row_range(exchange.rank)
         ids_TK = exchange.without_padding(top_k_index)
-        exchange.count_load(self._layer, top_k_index)
-        y_TH = exchange.path.run(self._experts, hidden_states[rows], ids_TK[rows], top_k_weights[rows], geometry)
+        exchange.count_load(layer.index, top_k_index)
+        y_TH = exchange.path.run(layer, hidden_states[rows], ids_TK[rows], top_k_weights[rows], geometry)
         return exchange.gather_shared_batch(y_TH, geometry)

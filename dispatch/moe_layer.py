@@ -1,55 +1,51 @@
-"""One MoE layer of a rank, as what computes its experts sees it before any step."""
+"""One MoE layer of a rank, as a value: what is passed to everything that computes it."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+from .budgets.moe_shape import MoeShape
 
-from .budgets.path_settings import shape_of
-from .experts.local_experts import LocalExperts
+if TYPE_CHECKING:
+    import torch
+
+    from .experts.expert_weights import ExpertWeights
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MoeLayer:
-    """A layer with this rank's experts; all but the weights are equal on every rank.
+    """A layer with this rank's experts; all but `first_expert`, weights and forward are equal on every rank.
 
     Attributes:
-        name: for messages.
-        num_experts: over all ranks.
-        top_k: experts a token goes to.
-        hidden_size: of a token.
-        intermediate_size: width between the projections.
-        weights_dtype: of routing weights.
-        experts: this rank's.
+        index: its place among the model's MoE layers; what is kept for a layer is kept by it.
+        shape: over all ranks, with its traits.
+        dtype: of rows, as the model computes.
+        num_local: experts this rank owns.
+        first_expert: id of the first of them.
+        weights: of them.
+        forward: the model family's own, `(x, local ids, routing weights) -> weighted sum`; skips ids from `num_local`
+            on.
     """
 
-    name: str
-    num_experts: int
-    top_k: int
-    hidden_size: int
-    intermediate_size: int
-    weights_dtype: torch.dtype
-    experts: LocalExperts
+    index: int
+    shape: MoeShape
+    dtype: torch.dtype
+    num_local: int
+    first_expert: int
+    weights: ExpertWeights
+    forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
     @property
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """The weights by name, stacked over this rank's experts."""
-        return {name: getattr(self.experts.module, name) for name in ("gate_up_proj", "down_proj")}
-
-    @property
-    def shape(self) -> str:
-        """Of the layer, as tables name it."""
-        return shape_of(self.num_experts, self.hidden_size, self.intermediate_size, self.top_k)
-
-    def release_weights(self) -> None:
-        """Drop the model's own weights, which something else holds now."""
-        for weights in self.parameters.values():
-            weights.data = weights.data.new_empty(0)
+    def name(self) -> str:
+        """For messages."""
+        return self.shape.name
 
 
 def one_of_each_shape(layers: Sequence[MoeLayer]) -> dict[str, MoeLayer]:
-    """The first layer of each shape, by shape, in order."""
+    """The first layer of each shape, by its text, in order."""
     found: dict[str, MoeLayer] = {}
     for layer in layers:
-        found.setdefault(layer.shape, layer)
+        found.setdefault(layer.shape.text, layer)
     return found

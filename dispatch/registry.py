@@ -1,18 +1,33 @@
 """The ways to the experts that there are, by the names that settings give them; free of PyTorch.
 
-`register` makes one known. Those of the house are listed in `dispatch.paths.built_in`, which is read at the first
-look; others are registered by modules that the setting `plugins` names, in the driver and in every rank.
+`register` makes one known. Those of the house are in `BUILT_IN`, a line each, and read at the first look; others are
+registered by modules that the setting `plugins` names, in the driver and in every rank.
 """
 
 import difflib
 import importlib
+import inspect
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import NoReturn, TypeVar
 
 from .budgets.limits import QuantisationKind
 from .errors import ConfigError
 from .way import DispatcherWay, ExpertsWay, FusedWay, Way
+
+BUILT_IN = (
+    "dispatchers.local:LocalDispatcher",
+    "dispatchers.allgather:AllGatherDispatcher",
+    "dispatchers.alltoall:AllToAllDispatcher",
+    "dispatchers.flashinfer_alltoall:FlashInferDispatcher",
+    "paths.mega:MegaPath",
+    "paths.measured:MeasuredPath",
+    "experts.torch_experts:TorchExperts",
+    "experts.cutedsl:CuteDslWay",
+    "experts.nvfp4:Nvfp4Way",
+)
+"""Ways of the house, each by its module in `dispatch` and its class; names are listed in this order."""
 
 AUTO = "auto"
 LOCAL = "local"
@@ -31,13 +46,11 @@ def register(way: type[Way] | type[ExpertsWay]) -> None:
     """Make a way known by its `kind`: a class that derives from `DispatcherWay`, `ExpertsWay` or `FusedWay`.
 
     Raises:
-        ConfigError: a name that settings could not say, or one that another way has.
+        ConfigError: a name that settings could not say, or one that another way has; something that the class has to
+            give and lacks.
     """
     _read_built_in()
-    if issubclass(way, Way):
-        _add(_ways, way)
-    else:
-        _add(_experts, way)
+    _register(way)
 
 
 def load_plugins(modules: Sequence[str]) -> None:
@@ -175,13 +188,26 @@ def _kinds(base: type[Way], device: str | None) -> tuple[str, ...]:
     return tuple(way.kind for way in found)
 
 
+def _register(way: type[Way] | type[ExpertsWay]) -> None:
+    if issubclass(way, Way):
+        _add(_ways, way)
+    else:
+        _add(_experts, way)
+
+
 def _add(known: dict[str, _Described], way: _Described) -> None:
-    kind = way.kind
+    named = f"{way.__module__}.{way.__qualname__}"
+    kind = getattr(way, "kind", None)
+    if not isinstance(kind, str):
+        raise ConfigError(f"{named} is a way to the experts without a kind: give it the name that settings call it by")
     if not _KIND.fullmatch(kind) or kind == AUTO:
         raise ConfigError(f"a way to the experts cannot be named {kind!r}: use small letters, digits and underscores")
     before = known.get(kind)
     if before is not None and (before.__module__, before.__qualname__) != (way.__module__, way.__qualname__):
         raise ConfigError(f"{way.__module__} registers {kind!r}, which {before.__module__} has registered: rename it")
+    if inspect.isabstract(way):
+        lacks = ", ".join(sorted(way.__abstractmethods__))
+        raise ConfigError(f"{named} lacks {lacks}, which a way to the experts has to give: see dispatch/way.py")
     known[kind] = way
 
 
@@ -191,6 +217,9 @@ def _refuse(setting: str, kind: str, known: Sequence[str]) -> NoReturn:
     raise ConfigError(f"{setting}={kind!r}: set {setting} to one of {', '.join(known)}{hint}")
 
 
+@cache
 def _read_built_in() -> None:
     """Not imported above: the ways of the house import what they describe, and some of that looks here."""
-    importlib.import_module(".paths.built_in", __package__)
+    for entry in BUILT_IN:
+        module, _, name = entry.partition(":")
+        _register(getattr(importlib.import_module(f".{module}", __package__), name))

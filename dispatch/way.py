@@ -8,12 +8,15 @@ and why, the bytes that it plans, what a rank refuses from what it can tell alon
   `make`. What these need of PyTorch, and of libraries for GPUs, is imported inside: the module is read without it.
 - **What a rank refuses by itself** (`refusal`) it finds without communicating; ranks agree on it before anything is
   made. `make` and what it returns are attempted by all ranks together.
+- **A layer is a value** (`dispatch.moe_layer`), handed to `refusal`, `adopt` and `run`: its index, its shape, and its
+  weights in the format that they are stored in.
 - **What ranks must hold alike** is on what `make` returns: its `name`, `capacity`, and of experts their `tuning`. It is
   compared before every step and in every recording.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -32,9 +35,9 @@ if TYPE_CHECKING:
 
     from .collectives import Collectives
     from .dispatchers.contract import Dispatcher
+    from .expert_path import MemberPath
     from .experts.backend import ExpertBackend
     from .moe_layer import MoeLayer
-    from .paths.path import MemberPath
     from .paths.tuning import Tuning
     from .probe import HostGroup
 
@@ -67,7 +70,7 @@ class RankParts:
     device: torch.device
 
 
-class Way:
+class Way(ABC):
     """What the setting `dispatch` may name.
 
     Attributes:
@@ -135,12 +138,12 @@ class DispatcherWay(Way):
         return None
 
     @classmethod
+    @abstractmethod
     def make(cls, parts: RankParts) -> Dispatcher:
         """The dispatcher with its buffers; all ranks make it together, outside inference mode."""
-        raise NotImplementedError
 
 
-class ExpertsWay:
+class ExpertsWay(ABC):
     """Experts behind a dispatcher; what it makes keeps `dispatch.experts.backend`.
 
     Attributes:
@@ -201,17 +204,17 @@ class ExpertsWay:
         return 0
 
     @classmethod
+    @abstractmethod
     def make(cls, parts: RankParts) -> ExpertBackend:
         """The backend with its buffers; takes no other rank."""
-        raise NotImplementedError
 
 
 class SharedWeights(Protocol):
     """Prepared weights of one rank, which paths of several capacities share.
 
     Attributes:
-        scales: of the inputs of both projections of a layer, by `id` of its experts module, where the quantisation has
-            such; set before a path adopts the layer, equal on every rank.
+        scales: of the inputs of both projections of a layer, by its index, where the quantisation has such; set before
+            a path adopts the layer, equal on every rank.
     """
 
     scales: dict[int, tuple[float, float]]
@@ -250,11 +253,12 @@ class FusedWay(Way):
         return 0
 
     @classmethod
+    @abstractmethod
     def share(cls, parts: RankParts) -> SharedWeights:
         """What its paths of all capacities share; takes no other rank, and allocates nothing yet."""
-        raise NotImplementedError
 
     @classmethod
+    @abstractmethod
     def make(cls, parts: RankParts, shared: Any, capacity: int) -> MemberPath:
         """The path of one capacity; all ranks make it together.
 
@@ -263,4 +267,3 @@ class FusedWay(Way):
             shared: what `share` returned.
             capacity: rows a rank, equal on every rank.
         """
-        raise NotImplementedError

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from ..dispatch.collective_call import CollectiveCall
-from ..dispatch.paths.held import HeldAlike
+from ..dispatch.expert_path import HeldAlike
 from .plan import CaptureEntry
 
 

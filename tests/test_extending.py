@@ -5,6 +5,8 @@ A class of each is here. A module that registers the two, as a user's would, is 
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
 import re
 import sys
@@ -38,13 +40,14 @@ from expert_pool.dispatch.dispatchers.exchange import (
     row_format_of,
     weights_of,
 )
+from expert_pool.dispatch.dispatchers.exchange_dispatcher import ExchangeDispatcher
 from expert_pool.dispatch.dtypes import dtype_bytes
 from expert_pool.dispatch.errors import GeometryError
-from expert_pool.dispatch.experts.local_experts import LocalExperts
+from expert_pool.dispatch.moe_layer import MoeLayer
 from expert_pool.dispatch.paths.table import candidate_paths
 from expert_pool.dispatch.paths.tuning import TableRow, Tuning
 from expert_pool.dispatch.probe import HostGroup
-from expert_pool.dispatch.way import DispatcherWay, ExpertsWay, RankParts
+from expert_pool.dispatch.way import DispatcherWay, ExpertsWay, FusedWay, RankParts, Way
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.rank_config import RankConfig
@@ -163,20 +166,20 @@ class LoopedExperts(ExpertsWay):
         self.num_bytes = planned.num_bytes
         self._sums = torch.zeros(self.num_bytes // dtype_bytes("float32"), device=parts.device)
 
-    def adopt(self, experts: torch.nn.Module, name: str, num_experts: int, top_k: int) -> None:
+    def adopt(self, layer: MoeLayer) -> None:
         """Nothing is prepared."""
 
     def prepare(self, group: HostGroup | None) -> None:
         """Nothing is compiled."""
 
-    def run(self, experts: LocalExperts, dispatched: Dispatched) -> torch.Tensor:
+    def run(self, layer: MoeLayer, dispatched: Dispatched) -> torch.Tensor:
         x_RH, ids_RK = dispatched.x_RH, dispatched.local_ids_RK
         sums_RH = self._sums[: x_RH.numel()].view(x_RH.shape).zero_()
-        for expert in range(experts.num_local):
+        for expert in range(layer.num_local):
             row, slot = (ids_RK == expert).nonzero(as_tuple=True)
             if row.numel():
                 ids, weights = ids_RK[row, slot], dispatched.expert_weights_RK[row, slot]
-                sums_RH.index_add_(0, row, experts.forward(x_RH[row], ids[:, None].long(), weights[:, None]))
+                sums_RH.index_add_(0, row, layer.forward(x_RH[row], ids[:, None].long(), weights[:, None]))
         return sums_RH
 
 
@@ -233,6 +236,72 @@ def test_a_name_that_another_has_is_refused():
 
     with pytest.raises(ConfigError, match=r"test_extending registers 'allgather', which .*allgather has"):
         registry.register(OtherGather)
+
+
+class NoDispatcher(DispatcherWay):
+    kind = "silent"
+
+
+class NoCombine(ExchangeDispatcher):
+    kind = name = "one_way"
+
+    def dispatch(self, *_: Any) -> Dispatched:
+        raise NotImplementedError
+
+
+class NoExperts(ExpertsWay):
+    kind = "idle"
+
+
+class NoFused(FusedWay):
+    kind = "apart"
+
+
+class NoKind(ExpertsWay):
+    make = LoopedExperts.make
+
+
+@pytest.mark.parametrize(
+    ("way", "lacks"),
+    [
+        (NoDispatcher, "NoDispatcher lacks make, which"),
+        (NoCombine, "NoCombine lacks combine, which"),
+        (NoExperts, "NoExperts lacks make, which"),
+        (NoFused, "NoFused lacks make, share, which"),
+        (NoKind, "NoKind is a way to the experts without a kind"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_a_class_that_lacks_what_it_has_to_give_is_refused_by_name(way, lacks):
+    before = registry.dispatch_names(), registry.experts_names()
+    with pytest.raises(ConfigError, match=f"^test_extending.{lacks}"):
+        registry.register(way)
+    assert (registry.dispatch_names(), registry.experts_names()) == before
+
+
+def test_every_way_of_the_house_is_listed_by_its_module_and_class():
+    """A line that names nothing fails here, and so does a class that no line names."""
+    listed = set()
+    for entry in registry.BUILT_IN:
+        module, _, name = entry.partition(":")
+        listed.add(getattr(importlib.import_module(f"expert_pool.dispatch.{module}"), name))
+    assert len(listed) == len(registry.BUILT_IN)
+    for path in (REPOSITORY / "dispatch").glob("[!_]*/*.py"):
+        if any(base in path.read_text("utf-8") for base in ("Way)", "Dispatcher)")):
+            importlib.import_module(".".join(("expert_pool", *path.relative_to(REPOSITORY).with_suffix("").parts)))
+    there = {
+        way
+        for base in (Way, ExpertsWay)
+        for way in descendants(base)
+        if way.__module__.startswith("expert_pool.dispatch.") and not inspect.isabstract(way)
+    }
+    assert there == listed
+
+
+def descendants(base: type) -> Iterator[type]:
+    for one in base.__subclasses__():
+        yield one
+        yield from descendants(one)
 
 
 @pytest.mark.parametrize(

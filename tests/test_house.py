@@ -1,6 +1,7 @@
 """The house stays one in which things are found: small files, few of them at a level, imports that point one way."""
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -54,6 +55,22 @@ def test_imports_point_one_way():
         if FLOORS.index(other.partition(".")[0]) > FLOORS.index(module.partition(".")[0])
     ]
     assert upward == []
+
+
+def test_what_a_layer_runs_through_does_not_import_the_layer_that_runs_through_it():
+    """Paths import what is at the root of `dispatch`, and the root knows them as `ExpertPath` alone."""
+    roots = [module for module in MODULES if module.startswith("dispatch") and module.count(".") <= 1]
+    assert "dispatch.moe" in roots
+    back = {(module, other) for module in roots for other in imports_of(module, True)}
+    assert [pair for pair in back if pair[1].startswith("dispatch.paths")] == []
+
+
+def test_names_of_expert_parameters_are_read_in_one_module():
+    names = re.compile(r"\b(gate_up_proj|down_proj)\b")
+    files = [*(REPOSITORY / "dispatch").rglob("*.py"), *(REPOSITORY / "workers" / "path_selection").rglob("*.py")]
+    assert len(files) > 50
+    named = [str(path.relative_to(REPOSITORY)) for path in files if names.search(path.read_text("utf-8"))]
+    assert named == ["dispatch/experts/expert_weights.py"]
 
 
 def test_ray_is_imported_by_the_drivers_side_and_by_the_actor_around_a_rank():

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from ..dispatch.budgets.layout import Layout
 from ..dispatch.collectives import all_gather_tensors
 from ..dispatch.errors import GeometryError
+from ..dispatch.expert_path import ExpertPath, HeldAlike
 from ..dispatch.messages import gather_values
-from ..dispatch.paths.held import HeldAlike
-from ..dispatch.paths.path import ExpertPath
 from ..graphs.lockstep import LockstepRank
 from ..graphs.plan import CapturePlan
 from ..graphs.record import differences

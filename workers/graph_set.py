@@ -5,8 +5,8 @@ from collections.abc import Callable
 import psutil
 import torch
 
+from ..dispatch.expert_path import ExpertPath
 from ..dispatch.moe import MoeExchange
-from ..dispatch.paths.path import ExpertPath
 from ..graphs.backend import CaptureBackend, StaticReplayBackend
 from ..graphs.kinds import KINDS, configured_kinds
 from ..graphs.lockstep import LockstepRank

@@ -11,28 +11,10 @@ from typing import TYPE_CHECKING, Protocol
 from .budget import ExchangeBudget, RowFormat, exchange_budget
 from .layout import Layout
 from .limits import Limits, QuantisationKind
+from .moe_shape import MoeShape
 
 if TYPE_CHECKING:
     from ..paths.tuning import Tuning
-
-
-class LayerShape(Protocol):
-    """One MoE layer; see `workers.model.spec.MoeShape`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def num_experts(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def weights_dtype(self) -> str: ...
-    @property
-    def unsupported_traits(self) -> tuple[str, ...]: ...
 
 
 class ModelShape(Protocol):
@@ -43,7 +25,7 @@ class ModelShape(Protocol):
     @property
     def dtype(self) -> str: ...
     @property
-    def moe(self) -> Sequence[LayerShape]: ...
+    def moe(self) -> Sequence[MoeShape]: ...
 
 
 class DeviceSettings(Protocol):
@@ -87,11 +69,6 @@ def budget_for(settings: PathSettings) -> ExchangeBudget:
     """Exchange buffers of each rank, for dispatchers that send rows over `torch.distributed`."""
     formats = row_formats(settings.spec)
     return exchange_budget(settings.limits, settings.layout, formats, capacity=settings.capacity)
-
-
-def shape_of(num_experts: int, hidden_size: int, intermediate_size: int, top_k: int) -> str:
-    """The shape of a MoE layer, over all ranks, as tables name it."""
-    return f"{num_experts} x {hidden_size} x {intermediate_size} top-{top_k}"
 
 
 def rows_of(settings: PathSettings) -> str:

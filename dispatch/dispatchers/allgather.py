@@ -8,40 +8,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..budgets.budget import Bound, ExchangeBudget, largest_forward, largest_step, shared_term
+from ..budgets.budget import Bound, largest_forward, largest_step, shared_term
 from ..budgets.geometry import PaddingMode, StepGeometry
 from ..budgets.layout import Layout
 from ..budgets.limits import Limits
-from ..budgets.path_settings import PathSettings, budget_for
-from ..budgets.planned_buffer import PlannedBuffer
-from ..way import DispatcherWay, ExpertsWay, RankParts, places
+from ..way import ExpertsWay, places
 from .contract import INVALID_EXPERT_ID, Dispatched, check_rows
-from .exchange import (
-    ExchangeBuffers,
-    hidden_of,
-    ids_of,
-    packed_rows,
-    planned_exchange,
-    return_to_senders,
-    row_format_of,
-    weights_of,
-)
+from .exchange import hidden_of, ids_of, packed_rows, return_to_senders, row_format_of, weights_of
+from .exchange_dispatcher import ExchangeDispatcher
 
 if TYPE_CHECKING:
     import torch
 
-    from ..collectives import Collectives
 
-
-class AllGatherDispatcher(DispatcherWay):
-    """Keeps the contract of `dispatch.dispatchers.contract` with an all-gather of rows.
-
-    Args:
-        collectives: through which everything is sent.
-        rank: this rank.
-        budget: sizes of the buffers, equal on every rank.
-        device: where the rows live.
-    """
+class AllGatherDispatcher(ExchangeDispatcher):
+    """Keeps the contract of `dispatch.dispatchers.contract` with an all-gather of rows."""
 
     kind = name = "allgather"
     devices = places(cpu=0, cuda=3)
@@ -68,27 +49,6 @@ class AllGatherDispatcher(DispatcherWay):
             f"set limits.max_prefill_tokens to {step.value} or more, or limits.chunked_prefill_size to "
             f"{forward.value} or less"
         ]
-
-    @classmethod
-    def planned(cls, settings: PathSettings) -> list[PlannedBuffer]:
-        return planned_exchange(settings)
-
-    @classmethod
-    def make(cls, parts: RankParts) -> AllGatherDispatcher:
-        return cls(parts.collectives, parts.rank, budget_for(parts.settings), parts.device)
-
-    def __init__(self, collectives: Collectives, rank: int, budget: ExchangeBudget, device: torch.device):
-        self._collectives = collectives
-        self._rank = rank
-        self.buffers = ExchangeBuffers(budget, device)
-
-    @property
-    def capacity(self) -> int:
-        return self.buffers.budget.capacity
-
-    @property
-    def num_bytes(self) -> int:
-        return self.buffers.num_bytes
 
     def dispatch(
         self,
@@ -127,9 +87,6 @@ class AllGatherDispatcher(DispatcherWay):
             row_format=row_format,
             first_expert=self._rank * num_local_experts,
         )
-
-    def close(self) -> None:
-        """Nothing: buffers go with the dispatcher."""
 
     def combine(self, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         geometry = dispatched.geometry

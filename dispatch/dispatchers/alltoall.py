@@ -9,40 +9,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..budgets.budget import ExchangeBudget
 from ..budgets.geometry import StepGeometry
-from ..budgets.path_settings import PathSettings, budget_for
+from ..budgets.path_settings import PathSettings
 from ..budgets.planned_buffer import PlannedBuffer
 from ..registry import experts_of
-from ..way import DispatcherWay, RankParts, places
+from ..way import places
 from .contract import INVALID_EXPERT_ID, Dispatched, check_rows
-from .exchange import (
-    ExchangeBuffers,
-    hidden_of,
-    ids_of,
-    packed_rows,
-    planned_exchange,
-    return_to_senders,
-    row_format_of,
-    weights_of,
-)
+from .exchange import hidden_of, ids_of, packed_rows, return_to_senders, row_format_of, weights_of
+from .exchange_dispatcher import ExchangeDispatcher
 from .flashinfer_workspace import planned_workspace
 
 if TYPE_CHECKING:
     import torch
 
-    from ..collectives import Collectives
 
-
-class AllToAllDispatcher(DispatcherWay):
-    """Keeps the contract of `dispatch.dispatchers.contract` with an all-to-all of routed rows.
-
-    Args:
-        collectives: through which everything is sent.
-        rank: this rank.
-        budget: sizes of the buffers, equal on every rank.
-        device: where the rows live.
-    """
+class AllToAllDispatcher(ExchangeDispatcher):
+    """Keeps the contract of `dispatch.dispatchers.contract` with an all-to-all of routed rows."""
 
     kind = name = "alltoall"
     devices = places(cpu=1)
@@ -52,24 +34,7 @@ class AllToAllDispatcher(DispatcherWay):
         """Before experts that only GPUs have, what FlashInfer's all-to-all holds there."""
         if "cpu" not in experts_of(settings.experts).devices:
             return planned_workspace(settings)
-        return planned_exchange(settings)
-
-    @classmethod
-    def make(cls, parts: RankParts) -> AllToAllDispatcher:
-        return cls(parts.collectives, parts.rank, budget_for(parts.settings), parts.device)
-
-    def __init__(self, collectives: Collectives, rank: int, budget: ExchangeBudget, device: torch.device):
-        self._collectives = collectives
-        self._rank = rank
-        self.buffers = ExchangeBuffers(budget, device)
-
-    @property
-    def capacity(self) -> int:
-        return self.buffers.budget.capacity
-
-    @property
-    def num_bytes(self) -> int:
-        return self.buffers.num_bytes
+        return super().planned(settings)
 
     def dispatch(
         self,
@@ -111,9 +76,6 @@ class AllToAllDispatcher(DispatcherWay):
             row_format=row_format,
             returned_to=returned_to,
         )
-
-    def close(self) -> None:
-        """Nothing: buffers go with the dispatcher."""
 
     def combine(self, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         assert dispatched.returned_to is not None

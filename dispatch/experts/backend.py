@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import torch
 
     from ..dispatchers.contract import Dispatched
+    from ..moe_layer import MoeLayer
     from ..probe import HostGroup
-    from .local_experts import LocalExperts
 
 
 class ExpertBackend(Protocol):
@@ -41,14 +41,11 @@ class ExpertBackend(Protocol):
     @property
     def tuning(self) -> str: ...
 
-    def adopt(self, experts: torch.nn.Module, name: str, num_experts: int, top_k: int) -> None:
-        """Take note of one layer's experts.
+    def adopt(self, layer: MoeLayer) -> None:
+        """Take note of one layer; what a backend keeps for it, it keeps by its `index`.
 
         Args:
-            experts: the model's own experts module, sharded, on this rank's device.
-            name: for messages.
-            num_experts: of the layer, over all ranks.
-            top_k: experts a token goes to.
+            layer: with the experts of this rank, on its device, in the format that `layer.weights` names.
 
         Raises:
             ConfigError: on every rank alike, where the backend cannot compute these experts.
@@ -69,7 +66,7 @@ class ExpertBackend(Protocol):
         """
         ...
 
-    def run(self, experts: LocalExperts, dispatched: Dispatched) -> torch.Tensor:
+    def run(self, layer: MoeLayer, dispatched: Dispatched) -> torch.Tensor:
         """`[R, H]` received rows -> `[R, H]`: weighted sums over this rank's experts, zero where it owns none.
 
         The result may live in `dispatched.combine_input_RH`.

@@ -1,7 +1,4 @@
-"""What kernels on Hugging Face's expert weights ask of a layer: from a model's shapes, and of its modules.
-
-The modules may be on the meta device.
-"""
+"""What kernels on Hugging Face's expert weights ask of a layer: of a model's shapes, and of weights that are loaded."""
 
 from __future__ import annotations
 
@@ -10,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from ..budgets.path_settings import PathSettings
 from ..errors import ConfigError
+from .expert_weights import PLAIN
 
 if TYPE_CHECKING:
-    import torch
-
     from ..moe_layer import MoeLayer
 
 
@@ -54,53 +50,33 @@ def width_problem(
     return None
 
 
-def unsupported_traits(experts: torch.nn.Module) -> tuple[str, ...]:
-    """Why kernels for gated SiLU experts cannot compute these; empty where they can.
-
-    They read `gate_up_proj` `[E, 2I, H]`, gate first, and `down_proj` `[E, H, I]`, as they are.
-    """
-    import torch
-
-    projections = (getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None))
-    reasons = {
-        "their projections are not stacked over experts": any(
-            not isinstance(weights, torch.Tensor) or weights.dim() != 3 for weights in projections
-        ),
-        "they have biases": bool(getattr(experts, "has_bias", False)),
-        "their weights are stored transposed": bool(getattr(experts, "is_transposed", False)),
-        "their gate and up projections are interleaved": not getattr(experts, "is_concatenated", True),
-        "they have no gate": not getattr(experts, "has_gate", True),
-        "their activation is not SiLU": "silu" not in type(getattr(experts, "act_fn", None)).__name__.lower(),
-    }
-    return tuple(reason for reason, applies in reasons.items() if applies)
-
-
-def unsupported_layer(layers: Sequence[MoeLayer], refuse: Callable[[torch.nn.Module, str], None]) -> str | None:
-    """Why one of these layers is refused, as `refuse` says of its module and name; `None` where none is."""
+def unsupported_layer(layers: Sequence[MoeLayer], refuse: Callable[[MoeLayer], None]) -> str | None:
+    """Why one of these layers is refused, as `refuse` says; `None` where none is."""
     try:
         for layer in layers:
-            refuse(layer.experts.module, layer.name)
+            refuse(layer)
     except ConfigError as error:
         return str(error)
     return None
 
 
-def refuse_unsupported(experts: torch.nn.Module, name: str, setting: str, instead: str) -> None:
-    """Refuse a layer's experts that a bf16 kernel does not compute, with the reason.
+def refuse_unsupported(layer: MoeLayer, setting: str, instead: str) -> None:
+    """Refuse a layer that a kernel for gated SiLU experts on plain bf16 weights does not compute, with the reason.
 
     Args:
-        experts: the model's own experts module.
-        name: of the layer.
+        layer: with its weights.
         setting: what asks for the kernel.
         instead: what to set it to.
 
     Raises:
-        ConfigError: another dtype, or one of `unsupported_traits`.
+        ConfigError: another format or dtype, or one of its shape's `unsupported_traits`.
     """
     import torch
 
-    reasons = list(unsupported_traits(experts))
-    if not reasons and experts.get_parameter("gate_up_proj").dtype != torch.bfloat16:
+    weights, reasons = layer.weights, list(layer.shape.unsupported_traits)
+    if not reasons and weights.format != PLAIN:
+        reasons.append(f"their weights are stored as {weights.format}")
+    if not reasons and weights.dtype != torch.bfloat16:
         reasons.append("they are not in bfloat16")
     if reasons:
-        raise ConfigError(f"{setting} cannot run {name}: {' and '.join(reasons)}; use {instead}")
+        raise ConfigError(f"{setting} cannot run {layer.name}: {' and '.join(reasons)}; use {instead}")

@@ -25,11 +25,9 @@ from ..budgets.planned_buffer import PlannedBuffer
 from ..gpu_problems import hopper_problem, import_problem
 from ..way import DispatcherWay, ExpertsWay, RankParts, places
 from .checks import refuse_unsupported, unsupported_layer
-from .pair_budget import CUTEDSL_SIZE_ALIGNMENT, ExpertShape, PairBudget, pair_budget
+from .pair_budget import CUTEDSL_SIZE_ALIGNMENT, PairBudget, pair_budget
 
 if TYPE_CHECKING:
-    import torch
-
     from ..moe_layer import MoeLayer
     from .quack_experts import QuackExperts
 
@@ -120,16 +118,12 @@ def cutedsl_problems(settings: PathSettings) -> tuple[str, ...]:
     return tuple(problems)
 
 
-def refuse_experts(experts: torch.nn.Module, name: str) -> None:
-    """Refuse a layer's experts that the pair does not compute, with the reason; see `refuse_unsupported`."""
-    refuse_unsupported(experts, name, "experts='cutedsl'", "experts='torch'")
+def refuse_experts(layer: MoeLayer) -> None:
+    """Refuse a layer that the pair does not compute, with the reason; see `refuse_unsupported`."""
+    refuse_unsupported(layer, "experts='cutedsl'", "experts='torch'")
 
 
 def pair_budget_for(settings: PathSettings) -> PairBudget:
     """Buffers of each rank."""
-    ep_size = settings.layout.world_size
-    shapes = [
-        ExpertShape(layer.hidden_size, layer.intermediate_size, layer.top_k, layer.num_experts // ep_size)
-        for layer in settings.spec.moe
-    ]
-    return pair_budget(exchange_rows(settings.layout, settings.capacity), shapes)
+    rows = exchange_rows(settings.layout, settings.capacity)
+    return pair_budget(rows, settings.spec.moe, settings.layout.world_size)

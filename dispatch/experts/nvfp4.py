@@ -48,7 +48,7 @@ class Nvfp4Way(ExpertsWay):
     def make(cls, parts: RankParts) -> Nvfp4Experts:
         from .nvfp4_experts import Nvfp4Experts
 
-        return Nvfp4Experts(parts.rank, not parts.settings.limits.disable_cuda_graph, parts.device)
+        return Nvfp4Experts(not parts.settings.limits.disable_cuda_graph, parts.device)
 
 
 def architecture_problem(capability: tuple[int, int]) -> str | None:

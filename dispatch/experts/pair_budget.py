@@ -7,6 +7,8 @@ A pair is a received row with one of its experts on this rank. The ids of a row 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..budgets.moe_shape import MoeShape
+
 # Of hidden and intermediate sizes: QuACK loads 16 bytes at a time.
 CUTEDSL_SIZE_ALIGNMENT = 8
 
@@ -15,31 +17,11 @@ _BF16_BYTES = 2
 
 
 @dataclass(frozen=True)
-class ExpertShape:
-    """Sizes of one MoE layer on one rank; equal on every rank.
-
-    Attributes:
-        hidden_size: of a token.
-        intermediate_size: between the projections.
-        top_k: experts a token goes to.
-        num_local: experts this rank owns.
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    top_k: int
-    num_local: int
-
-    def max_pairs(self, num_rows: int) -> int:
-        """The most pairs that this many rows make."""
-        return num_rows * min(self.top_k, self.num_local)
-
-
-@dataclass(frozen=True)
 class PairBudget:
     """Buffers of one rank, one set for all layers, sized for the largest of each; equal on every rank.
 
     Attributes:
+        ep_size: ranks that the experts are divided over.
         num_rows: received rows they are made for, every rank's share.
         num_pairs: the most pairs of any layer.
         num_local: the most experts of any layer.
@@ -48,6 +30,7 @@ class PairBudget:
         output_elements: bf16 numbers after them.
     """
 
+    ep_size: int
     num_rows: int
     num_pairs: int
     num_local: int
@@ -72,18 +55,21 @@ class PairBudget:
         return self.routing_bytes + self.hidden_bytes + self.output_bytes
 
 
-def pair_budget(num_rows: int, shapes: Sequence[ExpertShape]) -> PairBudget:
+def pair_budget(num_rows: int, shapes: Sequence[MoeShape], ep_size: int) -> PairBudget:
     """Buffers for these layers.
 
     Args:
         num_rows: rows that reach a rank at most, `budget.exchange_rows`; equal on every rank.
         shapes: of the MoE layers.
+        ep_size: ranks that their experts are divided over.
     """
+    pairs = [(shape, shape.max_pairs(num_rows, ep_size)) for shape in shapes]
     return PairBudget(
+        ep_size=ep_size,
         num_rows=num_rows,
-        num_pairs=max(shape.max_pairs(num_rows) for shape in shapes),
-        num_local=max(shape.num_local for shape in shapes),
+        num_pairs=max(num_pairs for _, num_pairs in pairs),
+        num_local=max(shape.num_local(ep_size) for shape in shapes),
         num_slots=num_rows * max(shape.top_k for shape in shapes),
-        hidden_elements=max(shape.max_pairs(num_rows) * shape.intermediate_size for shape in shapes),
-        output_elements=max(shape.max_pairs(num_rows) * shape.hidden_size for shape in shapes),
+        hidden_elements=max(num_pairs * shape.intermediate_size for shape, num_pairs in pairs),
+        output_elements=max(num_pairs * shape.hidden_size for shape, num_pairs in pairs),
     )

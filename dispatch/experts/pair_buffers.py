@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .pair_budget import ExpertShape, PairBudget
+from ..budgets.moe_shape import MoeShape
+from .pair_budget import PairBudget
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,12 @@ class PairBuffers:
         buffers = (self._offsets, self._source_row, self._position, self._hidden, self._output)
         return sum(buffer.nbytes for buffer in buffers)
 
-    def views(self, shape: ExpertShape, num_rows: int) -> PairViews:
+    def views(self, shape: MoeShape, num_rows: int) -> PairViews:
         """The parts for this many rows of a layer, at most `budget.num_rows`."""
-        num_pairs = shape.max_pairs(num_rows)
+        ep_size = self.budget.ep_size
+        num_pairs = shape.max_pairs(num_rows, ep_size)
         return PairViews(
-            offsets=self._offsets[: shape.num_local + 1],
+            offsets=self._offsets[: shape.num_local(ep_size) + 1],
             source_row_P=self._source_row[:num_pairs],
             position_RK=self._position[: num_rows * shape.top_k],
             hidden_PI=self._hidden[: num_pairs * shape.intermediate_size].view(num_pairs, shape.intermediate_size),

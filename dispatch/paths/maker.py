@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..dispatchers.contract import Dispatcher
+from ..expert_path import ExpertPath, MemberPath
 from ..experts.backend import ExpertBackend
 from ..probe import HostGroup
 from ..registry import dispatcher_of, experts_of, fused_kinds, fused_of
 from ..way import AS_LOADED, ExpertsWay, FusedWay, RankParts, SharedWeights, Way
 from .fastest import PathCost
-from .path import DispatchedPath, ExpertPath, MemberPath
+from .path import DispatchedPath
 from .table import PathName
 
 if TYPE_CHECKING:

@@ -9,23 +9,22 @@ from ..budgets.budget import Bound, own_capacity
 from ..budgets.geometry import StepGeometry
 from ..budgets.layout import Layout
 from ..budgets.limits import Limits
-from ..budgets.path_settings import PathSettings, shape_of
+from ..budgets.path_settings import PathSettings
 from ..budgets.planned_buffer import PlannedBuffer
+from ..expert_path import ExpertPath, HeldAlike
 from ..registry import MEASURED, dispatcher_kinds, dispatcher_of, way_kinds, way_of
 from ..way import ExpertsWay, Way, places
-from .held import HeldAlike
-from .path import ExpertPath
 from .problems import refused_in_quantisation
 from .table import PathTable, table_problems
 
 if TYPE_CHECKING:
     import torch
 
-    from ..experts.local_experts import LocalExperts
+    from ..moe_layer import MoeLayer
 
 
 class MeasuredPath(Way):
-    """Keeps `dispatch.paths.path.ExpertPath` with a path for every number of rows.
+    """Keeps `dispatch.expert_path.ExpertPath` with a path for every number of rows.
 
     A step is looked up by `runtime_max_tokens_per_rank`: all ranks have the same from the step plan, so all take the
     same path, and a recorded step keeps the one it was recorded with. The table is part of what ranks compare before
@@ -34,7 +33,7 @@ class MeasuredPath(Way):
     Args:
         members: by name, with the layers they compute; those of the table, equal on every rank.
         table: equal on every rank.
-        shapes: of the layers, by `id` of their experts module.
+        shapes: of the layers, by their index.
         num_bytes: of the buffers of all members, those that several share counted once.
         rank: this rank.
         capacity: the most rows a rank that a step has, covered by the table.
@@ -57,10 +56,7 @@ class MeasuredPath(Way):
         table = settings.tuning.table
         if table is None:
             return problems
-        layers = settings.spec.moe
-        shapes = [
-            shape_of(layer.num_experts, layer.hidden_size, layer.intermediate_size, layer.top_k) for layer in layers
-        ]
+        shapes = [shape.text for shape in settings.spec.moe]
         device = settings.worker.device
         problems += table_problems(table, device, settings.quantisation, settings.capacity, shapes)
         for path in dict.fromkeys(row.path for row in table):
@@ -105,18 +101,18 @@ class MeasuredPath(Way):
         self._shapes = dict(shapes)
         self._rank = rank
 
-    def member_for(self, experts: LocalExperts, geometry: StepGeometry) -> str:
+    def member_for(self, layer: MoeLayer, geometry: StepGeometry) -> str:
         """The name of the path that a step of this geometry takes through this layer; equal on every rank."""
-        shape = self._shapes[id(experts.module)]
+        shape = self._shapes[layer.index]
         return self.table.path_for(shape, geometry.runtime_max_tokens_per_rank(self._rank))
 
     def run(
         self,
-        experts: LocalExperts,
+        layer: MoeLayer,
         x_TH: torch.Tensor,
         expert_ids_TK: torch.Tensor,
         expert_weights_TK: torch.Tensor,
         geometry: StepGeometry,
     ) -> torch.Tensor:
-        member = self.members[self.member_for(experts, geometry)]
-        return member.run(experts, x_TH, expert_ids_TK, expert_weights_TK, geometry)
+        member = self.members[self.member_for(layer, geometry)]
+        return member.run(layer, x_TH, expert_ids_TK, expert_weights_TK, geometry)

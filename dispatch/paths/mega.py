@@ -19,18 +19,18 @@ from ..budgets.path_settings import PathSettings, row_formats
 from ..budgets.planned_buffer import PlannedBuffer
 from ..dispatchers.contract import INVALID_EXPERT_ID, check_rows
 from ..errors import ConfigError
+from ..expert_path import HeldAlike
 from ..experts.checks import refuse_unsupported, shape_problems, unsupported_layer, width_problem
+from ..experts.expert_weights import GATE_UP
 from ..gpu_problems import hopper_problem, import_problem, nvlink_domain_problem, peer_problem
 from ..registry import PLAIN_EXPERTS
 from ..way import FusedWay, RankParts, places
-from .held import HeldAlike
 from .tuning import Tuning
 
 if TYPE_CHECKING:
     import torch
 
     from ..collectives import Collectives
-    from ..experts.local_experts import LocalExperts
     from ..moe_layer import MoeLayer
     from ..probe import HostGroup
     from .mega_kernels import MegaKernels
@@ -45,7 +45,7 @@ _COMPUTES = {"none": "bf16", "fp8": "fp8, one scale a tensor", "fp8_blockwise": 
 
 
 class MegaPath(FusedWay):
-    """Mega kernels of one capacity, for all MoE layers of a rank; keeps `dispatch.paths.path.ExpertPath`.
+    """Mega kernels of one capacity, for all MoE layers of a rank; keeps `dispatch.expert_path.MemberPath`.
 
     Args:
         collectives: lists what is exchanged; in a rehearsal nothing is.
@@ -91,8 +91,8 @@ class MegaPath(FusedWay):
 
     @classmethod
     def refusal(cls, parts: RankParts, layers: Sequence[MoeLayer], host_of_first: str) -> str | None:
-        def refuse(experts: torch.nn.Module, name: str) -> None:
-            refuse_experts(experts, name, parts.settings.quantisation)
+        def refuse(layer: MoeLayer) -> None:
+            refuse_experts(layer, parts.settings.quantisation)
 
         return (
             nvlink_domain_problem(parts.device, host_of_first)
@@ -129,22 +129,22 @@ class MegaPath(FusedWay):
         self._adopted: list[int] = []
         self._bounds: dict[int, float] = {}
 
-    def adopt(self, experts: torch.nn.Module, name: str, num_experts: int, top_k: int) -> None:
+    def adopt(self, layer: MoeLayer) -> None:
         """Prepare the weights of one layer; collective over all ranks.
 
-        The module's own weights stay: paths of other kinds may read them.
+        The model's own weights stay: paths of other kinds may read them.
 
         Raises:
             ConfigError: on every rank alike, where the kernel cannot compute these experts.
         """
-        refuse_experts(experts, name, self._kernels.quantisation)
-        self._kernels.adopt(experts, num_experts, top_k, self._capacity)
-        self._adopted.append(id(experts))
-        if self._kernels.quantisation == "fp8" and id(experts) not in self._bounds:
-            scales = self._kernels.scales[id(experts)]
+        refuse_experts(layer, self._kernels.quantisation)
+        self._kernels.adopt(layer, self._capacity)
+        self._adopted.append(layer.index)
+        if self._kernels.quantisation == "fp8" and layer.index not in self._bounds:
+            scales = self._kernels.scales[layer.index]
             so_far = self.held.quantisation_scales
             self.held = msgspec.structs.replace(self.held, quantisation_scales=so_far + scales)
-            self._bounds[id(experts)] = FP8_MAX * scales[0]
+            self._bounds[layer.index] = FP8_MAX * scales[0]
 
     def prepare(self, group: HostGroup | None) -> None:
         """Build and compile the kernels of the layers that have none; see `MegaKernels.prepare`."""
@@ -157,7 +157,7 @@ class MegaPath(FusedWay):
 
     def run(
         self,
-        experts: LocalExperts,
+        layer: MoeLayer,
         x_TH: torch.Tensor,
         expert_ids_TK: torch.Tensor,
         expert_weights_TK: torch.Tensor,
@@ -174,7 +174,7 @@ class MegaPath(FusedWay):
         import torch
         from flashinfer.moe_ep import MoEEpTensors
 
-        bound = self._bounds.get(id(experts.module))
+        bound = self._bounds.get(layer.index)
         if bound is not None:
             # The cast to fp8 does not saturate in every PyTorch: beyond the largest code it may give NaN.
             x_TH = x_TH.clamp(-bound, bound)
@@ -183,21 +183,21 @@ class MegaPath(FusedWay):
             topk_ids=expert_ids_TK.to(torch.int64).clamp(min=INVALID_EXPERT_ID).contiguous(),
             topk_weights=expert_weights_TK.float().contiguous(),
         )
-        return self._kernels.run(experts.module, self._capacity, tensors)
+        return self._kernels.run(layer.index, self._capacity, tensors)
 
 
-def refuse_experts(experts: torch.nn.Module, name: str, quantisation: QuantisationKind) -> None:
+def refuse_experts(layer: MoeLayer, quantisation: QuantisationKind) -> None:
     """Refuse experts that the SM90 mega kernel does not compute, with the reason.
 
     Raises:
         ConfigError: what `refuse_unsupported` finds, or widths that are no multiples of what the kernel takes.
     """
-    refuse_unsupported(experts, name, "dispatch='mega'", "dispatch='flashinfer' or 'allgather'")
-    _, hidden_size, intermediate_size = experts.get_parameter("down_proj").shape
-    problem = width_problem(hidden_size, intermediate_size, _MULTIPLES[quantisation], quantisation)
+    refuse_unsupported(layer, "dispatch='mega'", "dispatch='flashinfer' or 'allgather'")
+    shape = layer.shape
+    problem = width_problem(shape.hidden_size, shape.intermediate_size, _MULTIPLES[quantisation], quantisation)
     if problem is not None:
         other = "dispatch='flashinfer' or 'allgather'" if quantisation == "none" else "quantisation='none'"
-        raise ConfigError(f"dispatch='mega' cannot run {name}: {problem}; use {other}")
+        raise ConfigError(f"dispatch='mega' cannot run {layer.name}: {problem}; use {other}")
 
 
 def copy_bytes(layers: Sequence[MoeLayer], quantisation: QuantisationKind) -> int:
@@ -207,5 +207,5 @@ def copy_bytes(layers: Sequence[MoeLayer], quantisation: QuantisationKind) -> in
     a number.
     """
     if quantisation == "none":
-        return sum(layer.parameters["gate_up_proj"].nbytes for layer in layers)
-    return sum(weights.numel() for layer in layers for weights in layer.parameters.values())
+        return sum(layer.weights.stored[GATE_UP].nbytes for layer in layers)
+    return sum(weights.numel() for layer in layers for weights in layer.weights.stored.values())

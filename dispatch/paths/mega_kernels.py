@@ -19,7 +19,10 @@ import torch.distributed as dist
 
 from ..budgets.layout import Layout
 from ..budgets.limits import QuantisationKind
+from ..budgets.moe_shape import MoeShape
 from ..errors import ConfigError
+from ..experts.expert_weights import DOWN, GATE_UP
+from ..moe_layer import MoeLayer
 from ..probe import HostGroup, require_equal
 
 logger = logging.getLogger(__name__)
@@ -58,13 +61,10 @@ def leave_out_proxy(environment: MutableMapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class AdoptedLayer:
-    """FlashInfer's layer over prepared weights, and the sizes that launch settings are looked up by."""
+    """FlashInfer's layer over prepared weights, and the shape that launch settings are looked up by."""
 
     layer: Any
-    num_experts: int
-    top_k: int
-    hidden_size: int
-    intermediate_size: int
+    shape: MoeShape
 
 
 class MegaKernels:
@@ -78,8 +78,8 @@ class MegaKernels:
         quantisation: `none` computes in bfloat16, the others in fp8; equal on every rank.
 
     Attributes:
-        scales: of the inputs of both projections of a layer in per-tensor fp8, by `id` of its experts module: a number
-            is its fp8 code times the scale. Set before `adopt`, equal on every rank.
+        scales: of the inputs of both projections of a layer in per-tensor fp8, by its index: a number is its fp8
+            code times the scale. Set before `adopt`, equal on every rank.
     """
 
     def __init__(
@@ -94,22 +94,19 @@ class MegaKernels:
         self._layers: dict[int, AdoptedLayer] = {}
         self._workspaces: dict[tuple[int, int], Any] = {}
 
-    def adopt(self, experts: torch.nn.Module, num_experts: int, top_k: int, capacity: int) -> None:
+    def adopt(self, layer: MoeLayer, capacity: int) -> None:
         """Prepare a layer's weights, once for kernels of all capacities; collective over all ranks."""
-        key = id(experts)
-        if key not in self._layers:
-            _, hidden_size, intermediate_size = experts.get_parameter("down_proj").shape
-            layer = self._prepared(experts, num_experts, top_k, capacity)
-            self._layers[key] = AdoptedLayer(layer, num_experts, top_k, hidden_size, intermediate_size)
+        if layer.index not in self._layers:
+            self._layers[layer.index] = AdoptedLayer(self._prepared(layer, capacity), layer.shape)
 
-    def prepare(self, keys: Sequence[int], capacity: int, group: HostGroup | None) -> None:
+    def prepare(self, indices: Sequence[int], capacity: int, group: HostGroup | None) -> None:
         """Have a compiled kernel of this capacity for each of these layers; collective over all ranks.
 
         The first layer of a shape compiles the kernel and runs it once, so that no step compiles or allocates. The
         kernel's launch settings come from a file of each host, so the ranks compare them before they use them.
 
         Args:
-            keys: `id` of the experts modules of adopted layers, in the same order on every rank.
+            indices: of adopted layers, in the same order on every rank.
             capacity: rows a rank, equal on every rank.
             group: all ranks; `None` for one rank alone.
 
@@ -117,17 +114,17 @@ class MegaKernels:
             ConfigError: on every rank alike, where launch settings differ.
             PeerGaveUp: another rank failed before.
         """
-        for key in keys:
-            if (key, capacity) in self._workspaces:
+        for index in indices:
+            if (index, capacity) in self._workspaces:
                 continue
             if group is not None:
                 # What one rank alone holds cannot be given back.
                 group.meet()
             compiled = {id(handle._backend_workspace) for handle in self._workspaces.values()}
-            adopted = self._layers[key]
+            adopted = self._layers[index]
             handle = adopted.layer.create_workspace(capacity, knobs=self._knobs(adopted, capacity))
             # Before what follows can fail: FlashInfer's layer holds it, so it has to be counted and given back.
-            self._workspaces[key, capacity] = handle
+            self._workspaces[index, capacity] = handle
             if id(handle._backend_workspace) in compiled:
                 continue
             if group is not None:
@@ -135,10 +132,9 @@ class MegaKernels:
                 require_equal(group, what, _settings_of(handle))
             adopted.layer.warmup(workspace=handle)
 
-    def run(self, module: torch.nn.Module, capacity: int, tensors: Any) -> torch.Tensor:
+    def run(self, index: int, capacity: int, tensors: Any) -> torch.Tensor:
         """The layer's kernel of this capacity on `MoEEpTensors`; collective over all ranks."""
-        key = id(module)
-        return self._layers[key].layer.forward(tensors, workspace=self._workspaces[key, capacity])
+        return self._layers[index].layer.forward(tensors, workspace=self._workspaces[index, capacity])
 
     def workspace_bytes(self, capacity: int) -> int:
         """Bytes of the workspaces of a capacity, over all shapes of layers that were prepared for it."""
@@ -160,12 +156,11 @@ class MegaKernels:
         Giving memory back takes all ranks. So a kernel that some rank failed to build stays where it was built, and
         what it shares with others stays with it.
         """
-        keys = list(self._layers)
-        given_up = [(keys.index(key), rows) for key, rows in self._workspaces if rows not in capacities]
-        by_rank = group.gather((len(keys), given_up), tuple[int, list[tuple[int, int]]])
+        given_up = [key for key in self._workspaces if key[1] not in capacities]
+        by_rank = group.gather((len(self._layers), given_up), tuple[int, list[tuple[int, int]]])
         everywhere = set.intersection(*(set(found) for _, found in by_rank))
-        for index, rows in sorted(everywhere):
-            self._workspaces.pop((keys[index], rows)).destroy()
+        for key in sorted(everywhere):
+            self._workspaces.pop(key).destroy()
         if any(found != by_rank[0] for found in by_rank):
             logger.warning("mega kernels that not all ranks could build keep their memory: %s", by_rank)
         elif not self._workspaces:
@@ -173,18 +168,22 @@ class MegaKernels:
                 adopted.layer.destroy()
             self._layers.clear()
 
-    def _prepared(self, experts: torch.nn.Module, num_experts: int, top_k: int, capacity: int) -> Any:
+    def _prepared(self, layer: MoeLayer, capacity: int) -> Any:
         from flashinfer.moe_ep import BootstrapConfig, FleetParams, MegaConfig, MoEEpLayer, MoEWeightPack
 
-        w13, w2 = (experts.get_parameter(name).detach() for name in ("gate_up_proj", "down_proj"))
+        w13, w2 = layer.weights.tensor(GATE_UP), layer.weights.tensor(DOWN)
+        shape = layer.shape
         bootstrap = BootstrapConfig(
             world_size=self._layout.world_size,
             rank=self._rank,
             device=self._device.index or 0,
             process_group=self._group,
         )
-        pool_ranks = FleetParams(num_experts=num_experts, max_tokens_per_rank=capacity, token_hidden_size=w13.shape[2])
-        kernel = self._kernel_config(w2.shape[2], top_k, self.scales.get(id(experts), (1.0, 1.0)))
+        pool_ranks = FleetParams(
+            num_experts=shape.num_experts, max_tokens_per_rank=capacity, token_hidden_size=shape.hidden_size
+        )
+        scales = self.scales.get(layer.index, (1.0, 1.0))
+        kernel = self._kernel_config(shape.intermediate_size, shape.top_k, scales)
         leave_out_proxy(os.environ)
         return MoEEpLayer(bootstrap, pool_ranks, MoEWeightPack(w13, w2), backend=MegaConfig(megakernel=kernel))
 
@@ -204,10 +203,10 @@ class MegaKernels:
             dtype="fp8_e4m3",
             fp8_scale_mode="per_tensor",
             world_size=self._layout.world_size,
-            hidden=adopted.hidden_size,
-            intermediate=adopted.intermediate_size,
-            num_experts=adopted.num_experts,
-            topk=adopted.top_k,
+            hidden=adopted.shape.hidden_size,
+            intermediate=adopted.shape.intermediate_size,
+            num_experts=adopted.shape.num_experts,
+            topk=adopted.shape.top_k,
             max_tokens=capacity,
         )
         knobs = knobs or default_knobs(capacity, fp8_scale_mode="blockwise")

@@ -1,63 +1,23 @@
-"""From a layer's routed rows to their results: how they travel and what computes them, as one thing a rank has.
-
-Whatever the path, it keeps the contract of `dispatch.dispatchers.contract`: the same calls in the same order on every
-rank, bounds checked before anything is sent, every rank in every call.
-"""
+"""A dispatcher with what computes experts behind it, as one path."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ..budgets.geometry import StepGeometry
-from .held import HeldAlike
+from ..expert_path import HeldAlike
 
 if TYPE_CHECKING:
     import torch
 
     from ..dispatchers.contract import Dispatcher
     from ..experts.backend import ExpertBackend
-    from ..experts.local_experts import LocalExperts
+    from ..moe_layer import MoeLayer
     from ..probe import HostGroup
 
 
-class ExpertPath(Protocol):
-    """One way for rows to be computed by their experts."""
-
-    @property
-    def held(self) -> HeldAlike:
-        """What ranks compare; read anew at every step."""
-        ...
-
-    def run(
-        self,
-        experts: LocalExperts,
-        x_TH: torch.Tensor,
-        expert_ids_TK: torch.Tensor,
-        expert_weights_TK: torch.Tensor,
-        geometry: StepGeometry,
-    ) -> torch.Tensor:
-        """`[T, H]` rows of this rank, `[T, K]` global expert ids and weights -> `[T, H]`; collective over all ranks.
-
-        Raises:
-            GeometryError: before anything is sent, when the rows are not what the geometry says or exceed the capacity.
-        """
-        ...
-
-
-class MemberPath(ExpertPath, Protocol):
-    """A path that takes layers over itself, rather than through others."""
-
-    def adopt(self, experts: torch.nn.Module, name: str, num_experts: int, top_k: int) -> None:
-        """Take over one layer's experts, before any step; see `dispatch.experts.backend.ExpertBackend.adopt`."""
-        ...
-
-    def prepare(self, group: HostGroup | None) -> None:
-        """Compile and tune for all layers that were adopted; see `dispatch.experts.backend.ExpertBackend.prepare`."""
-        ...
-
-
 class DispatchedPath:
-    """A dispatcher with an expert backend behind it.
+    """A dispatcher with an expert backend behind it; keeps `dispatch.expert_path.MemberPath`.
 
     Args:
         dispatcher: the same kind on every rank.
@@ -78,19 +38,19 @@ class DispatchedPath:
             tuning=self.experts.tuning,
         )
 
-    def adopt(self, experts: torch.nn.Module, name: str, num_experts: int, top_k: int) -> None:
-        self.experts.adopt(experts, name, num_experts, top_k)
+    def adopt(self, layer: MoeLayer) -> None:
+        self.experts.adopt(layer)
 
     def prepare(self, group: HostGroup | None) -> None:
         self.experts.prepare(group)
 
     def run(
         self,
-        experts: LocalExperts,
+        layer: MoeLayer,
         x_TH: torch.Tensor,
         expert_ids_TK: torch.Tensor,
         expert_weights_TK: torch.Tensor,
         geometry: StepGeometry,
     ) -> torch.Tensor:
-        dispatched = self.dispatcher.dispatch(x_TH, expert_ids_TK, expert_weights_TK, geometry, experts.num_local)
-        return self.dispatcher.combine(self.experts.run(experts, dispatched), dispatched)
+        dispatched = self.dispatcher.dispatch(x_TH, expert_ids_TK, expert_weights_TK, geometry, layer.num_local)
+        return self.dispatcher.combine(self.experts.run(layer, dispatched), dispatched)

@@ -166,7 +166,7 @@ def table_problems(
         device: `cpu` or `cuda`.
         quantisation: in which experts are computed.
         capacity: the most rows a rank that a step has.
-        shapes: of the model's MoE layers, as `shape_of` writes them.
+        shapes: of the model's MoE layers, as `MoeShape.text` writes them.
     """
     problems: list[str] = []
     known, fused = available_paths(device, quantisation), available_fused(device, quantisation)

@@ -14,7 +14,7 @@ class TableRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         rows: steps of up to so many rows a rank (`runtime_max_tokens_per_rank`) take this path, down to the row above.
         path: `allgather+torch`, `flashinfer+cutedsl`, ..., or `mega@CAPACITY`; see `paths.table.PathName`.
-        shape: of the MoE layers it is for (`paths.table.shape_of`); empty: all.
+        shape: of the MoE layers it is for (`MoeShape.text`); empty: all.
         microseconds: what one layer took when it was measured, on the slowest rank; says nothing where it was not.
     """
 

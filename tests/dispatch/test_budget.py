@@ -21,12 +21,13 @@ from expert_pool.dispatch.budgets.budget import (
 from expert_pool.dispatch.budgets.capacity import CAPACITY_VARIABLE
 from expert_pool.dispatch.budgets.layout import Layout
 from expert_pool.dispatch.budgets.limits import Limits, step_widths, tokens_per_request
+from expert_pool.dispatch.budgets.moe_shape import MoeShape
 from expert_pool.dispatch.dispatchers.exchange import ExchangeBuffers, hidden_of, packed_rows
 from expert_pool.dispatch.dispatchers.flashinfer_alltoall import links_for
 from expert_pool.dispatch.dispatchers.flashinfer_workspace import flashinfer_workspace_bytes
 from expert_pool.dispatch.errors import ConfigError
 from expert_pool.dispatch.paths.capacity import budget_problems, capacity_bound, dispatch_capacity, needed_capacity
-from expert_pool.workers.model.spec import AttentionShape, ModelSpec, MoeShape
+from expert_pool.workers.model.spec import AttentionShape, ModelSpec
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -25,13 +25,14 @@ from expert_pool.dispatch.budgets.geometry import (
     set_dp_buffer_lengths,
 )
 from expert_pool.dispatch.budgets.layout import Layout
-from expert_pool.dispatch.experts.local_experts import LocalExperts
+from expert_pool.dispatch.budgets.moe_shape import MoeShape
 from expert_pool.dispatch.experts.torch_experts import routed_pairs
 from expert_pool.dispatch.paths.capacity import dispatch_capacity
 from expert_pool.dispatch.registry import dispatcher_of as registered
 from expert_pool.workers.engine import RankEngine
 from hypothesis import given
 from hypothesis import strategies as st
+from layers import layer_of
 from plain_ranks import ForkedRanks, PlainRanks
 from rank_insides import collectives_of, dispatcher_of, run_script, target_of
 
@@ -277,8 +278,9 @@ def one_layer(
         return x_PH * weights_P1 * (ids_P1 + 1 + rank * NUM_LOCAL_EXPERTS)
 
     dispatched = dispatcher.dispatch(x_TH, ids_TK, weights_TK, geometry, NUM_LOCAL_EXPERTS)
-    local = LocalExperts(torch.nn.Identity(), experts, NUM_LOCAL_EXPERTS)
-    partial = routed_pairs(local, dispatched.x_RH, dispatched.local_ids_RK, dispatched.expert_weights_RK)
+    shape = MoeShape("experts", num_experts, row_format.hidden_size, row_format.top_k, row_format.weights_dtype)
+    layer = layer_of(shape, geometry.layout.world_size, rank, forward=experts)
+    partial = routed_pairs(layer, dispatched.x_RH, dispatched.local_ids_RK, dispatched.expert_weights_RK)
     expected = x_TH * (weights_TK * (ids_TK + 1)).sum(dim=1, keepdim=True)
     return dispatcher.combine(partial, dispatched), expected
 

@@ -10,10 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig
+from expert_pool.dispatch.budgets.moe_shape import MoeShape
 from expert_pool.dispatch.errors import ConfigError
+from expert_pool.dispatch.moe_layer import MoeLayer
 from expert_pool.dispatch.paths.mega_kernels import MegaKernels, leave_out_proxy
 from expert_pool.dispatch.probe import Dropped, HostGroup, attempt
 from expert_pool.workers.engine import RankEngine
+from layers import layer_of
 from plain_ranks import ForkedRanks
 from running_disagreement import WITHIN_S
 
@@ -77,24 +80,23 @@ class Kernels(MegaKernels):
     tiles = 64
     fails_to = ""
 
-    def _prepared(self, experts: torch.nn.Module, num_experts: int, top_k: int, capacity: int) -> Any:
+    def _prepared(self, layer: MoeLayer, capacity: int) -> Any:
         return CollectiveLayer(self._group, self.tiles, self.fails_to)
 
 
-def kernels_of(engine: RankEngine) -> tuple[Kernels, HostGroup, list[torch.nn.Module]]:
-    """Kernels without layers, the host group, and experts modules of a few layers."""
+def kernels_of(engine: RankEngine) -> tuple[Kernels, HostGroup, list[MoeLayer]]:
+    """Kernels without layers, the host group, and a few layers."""
     kernels = Kernels(engine.joined.world, engine.config.layout, engine.rank, engine.device, "none")
-    experts = [torch.nn.Module() for _ in range(NUM_LAYERS)]
-    for module in experts:
-        module.register_parameter("down_proj", torch.nn.Parameter(torch.zeros(2, 64, 32)))
-    return kernels, HostGroup(engine.joined.host_group, engine.rank), experts
+    shape = MoeShape("experts", 4, 64, 2, "float32", intermediate_size=32)
+    layers = [layer_of(shape, engine.config.layout.world_size, engine.rank, index) for index in range(NUM_LAYERS)]
+    return kernels, HostGroup(engine.joined.host_group, engine.rank), layers
 
 
-def build(kernels: Kernels, group: HostGroup, experts: list[torch.nn.Module], capacity: int) -> Any:
+def build(kernels: Kernels, group: HostGroup, layers: list[MoeLayer], capacity: int) -> Any:
     def whole() -> str:
-        for module in experts:
-            kernels.adopt(module, 4, 2, capacity)
-        kernels.prepare([id(module) for module in experts], capacity, group)
+        for layer in layers:
+            kernels.adopt(layer, capacity)
+        kernels.prepare([layer.index for layer in layers], capacity, group)
         return "built"
 
     return attempt(group, f"mega@{capacity}", whole)
@@ -105,9 +107,9 @@ def calls_of(kernels: Kernels) -> list[list[str]]:
 
 
 def with_other_settings(engine: RankEngine) -> tuple[str, list[list[str]], list[list[str]]]:
-    kernels, group, experts = kernels_of(engine)
+    kernels, group, layers = kernels_of(engine)
     kernels.tiles = 64 if engine.rank == 0 else 128
-    built = build(kernels, group, experts, 8)
+    built = build(kernels, group, layers, 8)
     calls = calls_of(kernels)
     before = [list(of_layer) for of_layer in calls]
     kernels.keep_only((), group)
@@ -124,10 +126,10 @@ def test_launch_settings_that_differ_are_refused_on_every_rank_before_a_kernel_r
 
 def failing(engine: RankEngine, fails_to: str, faulty_rank: int) -> tuple[str, int, list[list[str]], int]:
     """Build two capacities, the second of which fails on one rank; then keep the first."""
-    kernels, group, experts = kernels_of(engine)
+    kernels, group, layers = kernels_of(engine)
     kernels.fails_to = fails_to if engine.rank == faulty_rank else ""
-    build(kernels, group, experts, 8)
-    second = build(kernels, group, experts, 64)
+    build(kernels, group, layers, 8)
+    second = build(kernels, group, layers, 64)
     counted = kernels.workspace_bytes(64)
     kernels.keep_only({8}, group)
     return str(second), counted, calls_of(kernels), kernels.workspace_bytes(64)
@@ -150,8 +152,8 @@ def test_a_kernel_whose_first_run_fails_is_counted_and_given_back_by_all(rank_se
 
 
 def counts_unknown(engine: RankEngine) -> str:
-    kernels, group, experts = kernels_of(engine)
-    build(kernels, group, experts, 8)
+    kernels, group, layers = kernels_of(engine)
+    build(kernels, group, layers, 8)
     handle = next(iter(kernels._workspaces.values()))
     del handle._backend_workspace._sym_roots
     try:

@@ -5,20 +5,16 @@ import pytest
 import torch
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig, WorkerConfig
 from expert_pool.cluster.config import configuration_problems, resolve_unchecked
+from expert_pool.dispatch.budgets.moe_shape import MoeShape
 from expert_pool.dispatch.experts.nvfp4 import architecture_problem
-from expert_pool.dispatch.experts.nvfp4_experts import (
-    Nvfp4Layer,
-    routing_for,
-    up_gate,
-    wrapper_settings,
-)
+from expert_pool.dispatch.experts.nvfp4_experts import routing_for, up_gate, wrapper_settings
 from expert_pool.dispatch.paths.table import candidate_paths
 from expert_pool.dispatch.paths.tuning import Tuning
 from expert_pool.workers.model.inspection import inspect_model
+from layers import layer_of
 
-SECOND_OF_FOUR = Nvfp4Layer(
-    num_experts=16, top_k=3, hidden_size=256, intermediate_size=128, num_local=4, first_expert=4
-)
+SHAPE = MoeShape("experts", 16, 256, 3, "float32", intermediate_size=128)
+SECOND_OF_FOUR = layer_of(SHAPE, ep_size=4, rank=1)
 
 
 def problems_of(model: str, intermediate_size: int | None = None) -> tuple[str, ...]:
@@ -74,8 +70,8 @@ def test_slots_with_nothing_to_compute_go_to_an_expert_of_another_rank_with_no_w
 
 
 def test_the_last_rank_sends_them_to_the_first():
-    last = Nvfp4Layer(16, 3, 256, 128, num_local=4, first_expert=12)
-    assert last.foreign_expert == 0
+    routed, _ = routing_for(layer_of(SHAPE, ep_size=4, rank=3), torch.tensor([[12, 15, 3]]), torch.ones(1, 3))
+    assert routed.tolist() == [[12, 15, 0]]
 
 
 def test_the_only_path_in_nvfp4_is_the_all_to_all():

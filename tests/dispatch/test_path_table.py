@@ -8,7 +8,7 @@ import pytest
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig, WorkerConfig, load_config
 from expert_pool.cluster.config import configuration_problems, resolve, resolve_unchecked
 from expert_pool.dispatch.budgets.layout import Layout
-from expert_pool.dispatch.budgets.path_settings import shape_of
+from expert_pool.dispatch.budgets.moe_shape import MoeShape
 from expert_pool.dispatch.errors import ConfigError, GeometryError
 from expert_pool.dispatch.paths.fastest import Measured, PathCost, choose
 from expert_pool.dispatch.paths.table import PathName, PathTable, candidate_paths, measured_rows
@@ -28,8 +28,7 @@ def table(*rows: tuple[int, str]) -> tuple[TableRow, ...]:
 
 def shape_in(spec: ModelSpec) -> str:
     """Of the first MoE layer; all are alike."""
-    layer = spec.moe[0]
-    return shape_of(layer.num_experts, layer.hidden_size, layer.intermediate_size, layer.top_k)
+    return spec.moe[0].text
 
 
 def config_of(model: str, **settings) -> PoolConfig:
@@ -58,7 +57,7 @@ def test_a_step_takes_the_first_row_that_holds_it():
 
 
 def test_layers_of_different_shape_have_rows_of_their_own():
-    other = shape_of(8, 64, 32, 2)
+    other = MoeShape("experts", 8, 64, 2, "float32", intermediate_size=32).text
     paths = PathTable((TableRow(64, "a+b", LAYER), TableRow(64, "c+d", other)))
     assert (paths.path_for(LAYER, 3), paths.path_for(other, 3)) == ("a+b", "c+d")
 

@@ -20,6 +20,7 @@ def run_rank(rank: int, size: int, port: int, go: Any, failures: Any) -> None:
     """One process: a kernel that works, one whose settings differ, one whose first run fails, and the first again."""
     import torch
     from expert_pool.dispatch.budgets.geometry import StepGeometry
+    from expert_pool.dispatch.moe_layer import MoeLayer
     from expert_pool.dispatch.paths.mega import MegaPath
     from expert_pool.dispatch.paths.mega_kernels import AdoptedLayer, MegaKernels
     from expert_pool.dispatch.probe import Dropped, attempt
@@ -33,29 +34,28 @@ def run_rank(rank: int, size: int, port: int, go: Any, failures: Any) -> None:
 
             return bf16_default_knobs(4096)
 
-        def _prepared(self, experts: torch.nn.Module, *sizes: int) -> Any:
-            layer = super()._prepared(experts, *sizes)
-            warmup = layer.warmup
+        def _prepared(self, layer: MoeLayer, capacity: int) -> Any:
+            prepared = super()._prepared(layer, capacity)
+            warmup = prepared.warmup
 
             def fails_after(workspace: Any) -> None:
                 warmup(workspace=workspace)
                 if rank == FAULTY_RANK and workspace.max_tokens_per_rank == FAILING:
                     raise RuntimeError("injected after the first run")
 
-            layer.warmup = fails_after
-            return layer
+            prepared.warmup = fails_after
+            return prepared
 
     go.wait()
     world = World(rank, size, port)
     assert world.hosts is not None
     layer = Layer(world, SIZES["small"])
-    module, geometry = layer.local.module, layer.size
     kernels = Faulty(world.ep_group, world.layout, rank, world.device, "none")
 
     def build(capacity: int) -> MegaPath | Dropped:
         def whole() -> MegaPath:
             path = MegaPath(world.collectives, kernels, rank, capacity)
-            path.adopt(module, "the layer", geometry.experts, geometry.top_k)
+            path.adopt(layer.local)
             path.prepare(world.hosts)
             return path
 

@@ -9,11 +9,12 @@ import torch
 from expert_pool.dispatch.budgets.limits import Limits
 from expert_pool.dispatch.budgets.path_settings import budget_for
 from expert_pool.dispatch.dispatchers.allgather import AllGatherDispatcher
+from expert_pool.dispatch.expert_path import ExpertPath
 from expert_pool.dispatch.experts.torch_experts import TorchExperts
 from expert_pool.dispatch.moe_layer import MoeLayer
 from expert_pool.dispatch.paths.fastest import Measured, choose
 from expert_pool.dispatch.paths.maker import PathMaker
-from expert_pool.dispatch.paths.path import DispatchedPath, ExpertPath
+from expert_pool.dispatch.paths.path import DispatchedPath
 from expert_pool.dispatch.paths.table import PathName, PathTable, candidate_paths, measured_rows
 from expert_pool.dispatch.paths.tuning import Tuning
 from expert_pool.dispatch.probe import HostGroup
@@ -62,7 +63,7 @@ class KeepingChoice(PathSelection):
         left = [name for name in names if str(name) not in self._dropped]
         paths = self._build(left, [layer])
         buckets = measured_rows(config.limits, config.layout, config.capacity)
-        measured = self._measure(paths, {layer.shape: layer}, buckets, [layer])
+        measured = self._measure(paths, {layer.shape.text: layer}, buckets, [layer])
         copies = maker.copy_bytes(paths, [layer])
         choice = choose(buckets, measured, self._costs(paths), copies, config.tuning.max_bytes)
         return Auto(
@@ -78,7 +79,7 @@ def auto(layer: Layer, tokens: tuple[int, ...], mega_capacities: tuple[int, ...]
         tokens: a rank, ascending; the largest is the capacity.
         mega_capacities: as in `Tuning`.
     """
-    world, size = layer.world, layer.size
+    world = layer.world
     capacity, graphs = tokens[-1], tokens[:-1] or tokens
     limits = Limits(
         chunked_prefill_size=capacity,
@@ -86,17 +87,8 @@ def auto(layer: Layer, tokens: tuple[int, ...], mega_capacities: tuple[int, ...]
         cuda_graph_bs=graphs,
         disable_piecewise_cuda_graph=True,
     )
-    shape = SimpleNamespace(
-        name="the layer",
-        num_experts=size.experts,
-        hidden_size=size.hidden,
-        intermediate_size=size.intermediate,
-        top_k=size.top_k,
-        weights_dtype="float32",
-        unsupported_traits=(),
-    )
     config: Any = SimpleNamespace(
-        spec=SimpleNamespace(model_type="one layer", dtype="bfloat16", moe=(shape,)),
+        spec=SimpleNamespace(model_type="one layer", dtype="bfloat16", moe=(layer.local.shape,)),
         dispatch="measured",
         tuning=Tuning(mega_capacities=mega_capacities),
         limits=limits,
@@ -114,4 +106,4 @@ def auto(layer: Layer, tokens: tuple[int, ...], mega_capacities: tuple[int, ...]
         reference = DispatchedPath(plain, TorchExperts(world.device))
         check = PathCheck(world.layout, hosts, reference, min(CALIBRATION_TOKENS, capacity), "none", world.device)
         choice = KeepingChoice(config, maker, hosts, make_backend(world.device), check)
-        return choice.measure_all(layer.as_of_a_model, maker)
+        return choice.measure_all(layer.local, maker)

@@ -84,7 +84,7 @@ def mega_bare_us(layer: Layer, tokens: int) -> float:
 
     world, size = layer.world, layer.size
     capacity = next(capacity for capacity in MEGA_CAPACITIES if capacity >= tokens)
-    module = layer.make_experts().module
+    module = layer.make_experts()
     bare = MoEEpLayer(
         BootstrapConfig(
             world_size=world.size, rank=world.rank, device=world.device.index, process_group=world.ep_group
@@ -111,7 +111,7 @@ def transformers_us(layer: Layer, tokens: int) -> float:
     from transformers.distributed.expert_parallel import AllToAllEP
 
     mesh = init_device_mesh(layer.world.device.type, (layer.world.size, 1), mesh_dim_names=("ep", "tp"))
-    implementation = AllToAllEP(layer.local.module, mesh["ep"], mesh["tp"])
+    implementation = AllToAllEP(layer.module, mesh["ep"], mesh["tp"])
     with torch.no_grad():  # its collectives are autograd functions, which inference mode lacks
         batches = [layer.inputs(tokens, seed=40 + call) for call in range(CALLS)]
         given = [(batch.x, batch.ids, batch.weights.to(torch.bfloat16)) for batch in batches]
@@ -123,31 +123,30 @@ def stage_us(layer: Layer, built: Built, tokens: int) -> dict[str, float]:
     """Where the time of the CuTe DSL pair goes: each stage in a graph of its own, on what the stages before it left."""
     from expert_pool.dispatch.experts.routing_kernels import sort_pairs, weighted_sum
 
-    backend, dispatcher, experts = built.path.experts, built.path.dispatcher, built.experts
+    backend, dispatcher, num_local = built.path.experts, built.path.dispatcher, built.layer.num_local
     geometry = StepGeometry.captured(layer.world.layout, tokens, capacity=built.path.held.capacity)
     batch = layer.inputs(tokens, seed=40)
 
     def exchange() -> None:
-        arrived = dispatcher.dispatch(batch.x, batch.ids, batch.weights, geometry, experts.num_local)
+        arrived = dispatcher.dispatch(batch.x, batch.ids, batch.weights, geometry, num_local)
         y = arrived.combine_input_RH
         dispatcher.combine(arrived.x_RH if y is None else y, arrived)
 
     stages = {"dispatch+combine": graph_us(layer, [exchange] * CALLS)}
-    arrived = dispatcher.dispatch(batch.x, batch.ids, batch.weights, geometry, experts.num_local)
+    arrived = dispatcher.dispatch(batch.x, batch.ids, batch.weights, geometry, num_local)
     x, ids, weights = arrived.x_RH.clone(), arrived.expert_ids_RK.clone(), arrived.expert_weights_RK.clone()
     first = arrived.first_expert
     dispatcher.combine(torch.zeros_like(x), arrived)
-    shape = backend._layers[id(experts.module)].shape
-    views = backend._buffers.views(shape, x.shape[0])
-    known = backend._layers[id(experts.module)]
-    tiles = backend._tables[shape, layer.size.experts].tiles_for(x.shape[0])
+    known = backend._layers[built.layer.index]
+    views = backend._buffers.views(known.shape, x.shape[0])
+    tiles = backend._tables[known.key].tiles_for(x.shape[0])
     y = torch.empty_like(x)
 
     def sort() -> None:
-        sort_pairs(ids, first, shape.num_local, views.offsets, views.source_row_P, views.position_RK)
+        sort_pairs(ids, first, num_local, views.offsets, views.source_row_P, views.position_RK)
 
     def add() -> None:
-        weighted_sum(views.output_PH, ids, weights, views.position_RK, first, shape.num_local, y)
+        weighted_sum(views.output_PH, ids, weights, views.position_RK, first, num_local, y)
 
     stages["sort"] = graph_us(layer, [sort] * CALLS)
     stages["gate_up"] = graph_us(layer, [lambda: backend._gate_up(known, x, views, tiles[0])] * CALLS)
@@ -267,7 +266,7 @@ def bench_candidates(
         keep(layer, bench, name, times)
         if name == PAIR and layer.world.on_gpu:
             stages_of_pair(layer, built, tokens, bench, attempt)
-    shape = layer.as_of_a_model.shape
+    shape = layer.local.shape.text
     bench.chosen = [str(PathName.parse(found.table.path_for(shape, count))) for count in tokens]
 
 

@@ -16,10 +16,11 @@ from expert_pool.dispatch.budgets.budget import RowFormat, exchange_budget, exch
 from expert_pool.dispatch.budgets.geometry import StepGeometry
 from expert_pool.dispatch.budgets.layout import Layout
 from expert_pool.dispatch.budgets.limits import Limits, QuantisationKind
+from expert_pool.dispatch.budgets.moe_shape import MoeShape
 from expert_pool.dispatch.collectives import Collectives
 from expert_pool.dispatch.dispatchers.contract import INVALID_EXPERT_ID
-from expert_pool.dispatch.experts.local_experts import LocalExperts
-from expert_pool.dispatch.experts.pair_budget import ExpertShape, pair_budget
+from expert_pool.dispatch.experts.expert_weights import plain_weights, unsupported_traits
+from expert_pool.dispatch.experts.pair_budget import pair_budget
 from expert_pool.dispatch.experts.torch_experts import TorchExperts
 from expert_pool.dispatch.moe_layer import MoeLayer
 from expert_pool.dispatch.paths.mega import MegaPath
@@ -126,20 +127,27 @@ class World:
 
 @dataclass
 class Layer:
-    """One MoE layer of a world: this rank's experts, on its own GPU, from its own seed."""
+    """One MoE layer of a world: this rank's experts, on its own GPU, from its own seed.
+
+    Attributes:
+        module: of the model family, with the experts.
+        local: the layer as ranks describe it, over that module's weights.
+    """
 
     world: World
     size: Size
-    local: LocalExperts = field(init=False)
+    module: Qwen3MoeExperts = field(init=False)
+    local: MoeLayer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.local = self.make_experts()
+        self.module = self.make_experts()
+        self.local = self.describe()
 
     @property
     def num_local(self) -> int:
         return self.size.experts // self.world.size
 
-    def make_experts(self) -> LocalExperts:
+    def make_experts(self) -> Qwen3MoeExperts:
         """A module of the model family with random weights, equal at every call on a rank."""
         size = self.size
         config = Qwen3MoeConfig(
@@ -157,7 +165,29 @@ class Layer:
         generator = torch.Generator(self.world.device).manual_seed(100 + self.world.rank)
         module.gate_up_proj.normal_(0.0, size.hidden**-0.5, generator=generator)
         module.down_proj.normal_(0.0, size.intermediate**-0.5, generator=generator)
-        return LocalExperts(module, module.forward, self.num_local)
+        return module
+
+    def describe(self) -> MoeLayer:
+        """The layer, the first and only one of its model."""
+        size, module = self.size, self.module
+        shape = MoeShape(
+            "the layer",
+            size.experts,
+            size.hidden,
+            size.top_k,
+            "float32",
+            size.intermediate,
+            unsupported_traits(module),
+        )
+        return MoeLayer(
+            index=0,
+            shape=shape,
+            dtype=torch.bfloat16,
+            num_local=self.num_local,
+            first_expert=self.world.rank * self.num_local,
+            weights=plain_weights(module, shape.name),
+            forward=module.forward,
+        )
 
     def inputs(self, num_rows: int, seed: int) -> "Inputs":
         """Fresh rows of this rank, routed to distinct experts."""
@@ -168,17 +198,9 @@ class Layer:
         weights, ids = scores.topk(size.top_k, dim=1)
         return Inputs(x, ids, weights / weights.sum(dim=1, keepdim=True))
 
-    @property
-    def as_of_a_model(self) -> MoeLayer:
-        """As what chooses between paths sees it."""
-        size = self.size
-        return MoeLayer(
-            "the layer", size.experts, size.top_k, size.hidden, size.intermediate, torch.float32, self.local
-        )
-
     def in_float32(self, expert: int, x_NH: torch.Tensor, weight_N: torch.Tensor) -> torch.Tensor:
         """A `Chain` that rounds nothing."""
-        module = self.local.module
+        module = self.module
         gate, up = (x_NH.float() @ module.gate_up_proj[expert].float().T).chunk(2, dim=-1)
         h = torch.nn.functional.silu(gate) * up
         return (h @ module.down_proj[expert].float().T) * weight_N.unsqueeze(1)
@@ -240,7 +262,7 @@ class Built:
 
     Attributes:
         path: an `ExpertPath`.
-        experts: of the layer.
+        layer: that it computes.
         close: gives up its memory.
         limit: of its error.
         filler: of rows that carry no token.
@@ -249,14 +271,14 @@ class Built:
     """
 
     path: Any
-    experts: LocalExperts
+    layer: MoeLayer
     close: Callable[[], None]
     limit: float = 5e-3
     filler: float = float("nan")
     rounded: tuple[Chain, ...] = ()
 
     def run(self, inputs: Inputs, geometry: StepGeometry) -> torch.Tensor:
-        return self.path.run(self.experts, inputs.x, inputs.ids, inputs.weights, geometry)
+        return self.path.run(self.layer, inputs.x, inputs.ids, inputs.weights, geometry)
 
 
 def dispatched(layer: Layer, dispatch: str, experts: str, capacity: int, others: tuple[int, ...] = ()) -> Built:
@@ -270,13 +292,13 @@ def dispatched(layer: Layer, dispatch: str, experts: str, capacity: int, others:
     """
     world, size = layer.world, layer.size
     row_format = RowFormat(size.hidden, size.top_k, "bfloat16", "float32")
-    shape = ExpertShape(size.hidden, size.intermediate, size.top_k, layer.num_local)
     budget = exchange_budget(Limits(), world.layout, [row_format], capacity=capacity)
     backend: Any = TorchExperts(world.device)
     if experts == "cutedsl":
         from expert_pool.dispatch.experts.quack_experts import QuackExperts
 
-        backend = QuackExperts(pair_budget(exchange_rows(world.layout, capacity), [shape]), world.device)
+        rows = exchange_rows(world.layout, capacity)
+        backend = QuackExperts(pair_budget(rows, [layer.local.shape], world.size), world.device)
     if dispatch == "flashinfer":
         from expert_pool.dispatch.dispatchers.flashinfer_alltoall import FlashInferDispatcher
 
@@ -296,7 +318,7 @@ def dispatched(layer: Layer, dispatch: str, experts: str, capacity: int, others:
         with torch.inference_mode(False):
             dispatcher = dispatcher_of(dispatch)(world.collectives, world.rank, budget, world.device)
     path = DispatchedPath(dispatcher, backend)
-    path.adopt(layer.local.module, "the layer", size.experts, size.top_k)
+    path.adopt(layer.local)
     started = time.perf_counter()
     path.prepare(world.hosts)
     if path.held.tuning:
@@ -317,19 +339,19 @@ class CoarseKernels(MegaKernels):
 
 def mega(layer: Layer, quantisation: QuantisationKind, capacity: int, is_coarse: bool = False) -> Built:
     """FlashInfer's mega kernel as the pool calls it; or with fp8 sums as FlashInfer takes them by default."""
-    world, size, module = layer.world, layer.size, layer.local.module
+    world, module = layer.world, layer.module
     kind = CoarseKernels if is_coarse else MegaKernels
     kernels = kind(world.ep_group, world.layout, world.rank, world.device, quantisation)
     weights, rounded = (module.gate_up_proj.detach(), module.down_proj.detach()), ()
     if quantisation == "fp8":
-        scales = kernels.scales[id(module)] = fp8_scales(layer)
+        scales = kernels.scales[layer.local.index] = fp8_scales(layer)
         rounded = (PerTensor(*weights, scales), PerTensor(*weights, scales, accumulates_as_kernel=True))
         rounded = rounded if is_coarse else rounded[:1]
     elif quantisation == "fp8_blockwise":
         rounded = (Blockwise(*weights),)
     path = MegaPath(world.collectives, kernels, world.rank, capacity)
     with mock.patch("expert_pool.dispatch.paths.mega.refuse_experts"):  # widths that it refuses are to be seen too
-        path.adopt(module, "the layer", size.experts, size.top_k)
+        path.adopt(layer.local)
     path.prepare(world.hosts)
     limit = 5e-3 if quantisation == "none" else 8e-2
     # The padding stays finite: the kernel reads rows that carry no token.
@@ -342,7 +364,7 @@ def fp8_scales(layer: Layer) -> tuple[float, float]:
     inputs = layer.inputs(256, seed=77)
     largest_h = 0.0
     for expert in range(layer.num_local):
-        gate, up = (inputs.x @ layer.local.module.gate_up_proj[expert].T).float().chunk(2, dim=-1)
+        gate, up = (inputs.x @ layer.module.gate_up_proj[expert].T).float().chunk(2, dim=-1)
         largest_h = max(largest_h, float((torch.nn.functional.silu(gate) * up).abs().max()))
     found = torch.tensor(layer.world.gather((float(inputs.x.abs().max()), largest_h))).max(dim=0).values
     return tuple(float(value) * 1.05 / 448.0 for value in found)  # type: ignore[return-value]

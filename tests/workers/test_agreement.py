@@ -12,7 +12,7 @@ from expert_pool.cluster import GeometryError, Limits, PoolConfig
 from expert_pool.cluster.config import resolve
 from expert_pool.dispatch.budgets.geometry import PaddingMode
 from expert_pool.dispatch.budgets.layout import Layout
-from expert_pool.dispatch.paths.held import HeldAlike
+from expert_pool.dispatch.expert_path import HeldAlike
 from expert_pool.graphs.lockstep import LockstepRank
 from expert_pool.graphs.plan import CaptureEntry, CapturePlan, plan_captures
 from expert_pool.graphs.record import differences

@@ -6,12 +6,12 @@ import pytest
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig, WorkerConfig
 from expert_pool.cluster.config import resolve_unchecked
 from expert_pool.cluster.planning.planned_buffers import planned_buffers
+from expert_pool.dispatch.budgets.moe_shape import MoeShape
 from expert_pool.dispatch.budgets.path_settings import row_formats
 from expert_pool.dispatch.dispatchers.flashinfer_workspace import flashinfer_workspace_bytes
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.model.checkpoint import absent_expert_weights, check_weights
 from expert_pool.workers.model.inspection import inspect_model
-from expert_pool.workers.model.spec import MoeShape
 from models import VOCAB_SIZE
 from plain_ranks import ForkedRanks
 from rank_insides import dispatcher_of, run_script

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ...dispatch.errors import CheckpointError
-from ...dispatch.experts.checks import unsupported_traits
+from ...dispatch.experts.expert_weights import intermediate_size_of, unsupported_traits
 from ..attention.paged import ATTENTION_NAME, layer_index, refuse_unknown_arguments
 from ..attention.registry import noted_of
 from .spec import AttentionShape, MoeShape
@@ -137,16 +137,14 @@ class ModelProbe:
 
     def _experts_forward(self, name: str, experts: torch.nn.Module) -> Any:
         num_experts: int = experts.num_experts  # type: ignore[assignment]
-        down, traits = getattr(experts, "down_proj", None), unsupported_traits(experts)
-        stacked = isinstance(down, torch.Tensor) and down.dim() == 3
+        traits = unsupported_traits(experts)
 
         def forward(
             hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
         ) -> torch.Tensor:
             dtype = str(top_k_weights.dtype).removeprefix("torch.")
             hidden_size = hidden_states.shape[1]
-            # Whichever way round a projection is stored, it is as wide as the hidden state on one side.
-            intermediate_size = down[0].numel() // hidden_size if stacked else 0  # type: ignore[index]
+            intermediate_size = intermediate_size_of(experts, hidden_size)
             top_k = top_k_index.shape[1]
             self.moe.append(MoeShape(name, num_experts, hidden_size, top_k, dtype, intermediate_size, traits))
             return torch.empty_like(hidden_states)

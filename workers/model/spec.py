@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+from ...dispatch.budgets.moe_shape import MoeShape
 from ...dispatch.errors import ConfigError
 from ..config import GenerationConfigName
 from ..request import SamplingParams
@@ -48,28 +49,6 @@ class AttentionShape(msgspec.Struct, frozen=True):
     @property
     def width(self) -> int:
         return self.num_kv_heads * (self.key_dim + self.value_dim)
-
-
-class MoeShape(msgspec.Struct, frozen=True):
-    """One MoE layer as the dispatch and the expert backends see it.
-
-    Attributes:
-        name: of its experts module.
-        num_experts: over all ranks.
-        hidden_size: of a token.
-        top_k: experts a token goes to.
-        weights_dtype: of the routing weights, as PyTorch names it.
-        intermediate_size: between the projections of an expert; 0 where they are not stacked over experts.
-        unsupported_traits: why kernels for gated SiLU experts cannot compute these; empty where they can.
-    """
-
-    name: str
-    num_experts: int
-    hidden_size: int
-    top_k: int
-    weights_dtype: str
-    intermediate_size: int = 0
-    unsupported_traits: tuple[str, ...] = ()
 
 
 class GenerationSettings(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ runs the model on random tokens in the model's own dtype, and the largest magnit
 floating-point format, so room above the largest value seen costs no precision to speak of.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from ...dispatch.budgets.geometry import StepGeometry
 from ...dispatch.errors import ConfigError
-from ...dispatch.experts.local_experts import LocalExperts
+from ...dispatch.expert_path import ExpertPath
+from ...dispatch.experts.expert_weights import GATE_UP
 from ...dispatch.moe import MoeExchange
 from ...dispatch.moe_layer import MoeLayer, one_of_each_shape
 from ...dispatch.paths.mega import FP8_MAX
-from ...dispatch.paths.path import ExpertPath
 from ...dispatch.probe import HostGroup
 from ..attention.kv_cache import KvCache
 from ..attention.paged import SdpaAttention
@@ -37,7 +37,7 @@ class Calibration(NamedTuple):
 
     Attributes:
         scales: of the inputs of both projections of each layer, equal on every rank.
-        rows: this rank's part of the batch as it reached the first layer of each shape, by `id` of its experts module.
+        rows: this rank's part of the batch as it reached the first layer of each shape, by its index.
     """
 
     scales: list[tuple[float, float]]
@@ -49,47 +49,45 @@ class InputRecorder:
 
     Args:
         path: that computes.
-        rank: this rank.
-        kept: `id` of the experts modules whose rows are kept.
+        kept: indices of the layers whose rows are kept.
     """
 
-    def __init__(self, path: ExpertPath, rank: int, kept: Collection[int]):
+    def __init__(self, path: ExpertPath, kept: Collection[int]):
         self.held = path.held
         self.largest: dict[int, torch.Tensor] = {}
         self.rows: dict[int, SampleRows] = {}
         self._path = path
-        self._rank = rank
         self._kept = kept
 
     def run(
         self,
-        experts: LocalExperts,
+        layer: MoeLayer,
         x_TH: torch.Tensor,
         expert_ids_TK: torch.Tensor,
         expert_weights_TK: torch.Tensor,
         geometry: StepGeometry,
     ) -> torch.Tensor:
-        local_TK = expert_ids_TK - self._rank * experts.num_local
-        both = torch.stack([x_TH.abs().amax(), _largest_inner(experts, x_TH, local_TK, expert_weights_TK)])
-        seen = self.largest.setdefault(id(experts.module), torch.zeros_like(both))
+        local_TK = expert_ids_TK - layer.first_expert
+        both = torch.stack([x_TH.abs().amax(), _largest_inner(layer, x_TH, local_TK, expert_weights_TK)])
+        seen = self.largest.setdefault(layer.index, torch.zeros_like(both))
         torch.maximum(seen, both, out=seen)
-        if id(experts.module) in self._kept:
-            self.rows[id(experts.module)] = SampleRows(x_TH.clone(), expert_ids_TK.clone(), expert_weights_TK.clone())
-        return self._path.run(experts, x_TH, expert_ids_TK, expert_weights_TK, geometry)
+        if layer.index in self._kept:
+            self.rows[layer.index] = SampleRows(x_TH.clone(), expert_ids_TK.clone(), expert_weights_TK.clone())
+        return self._path.run(layer, x_TH, expert_ids_TK, expert_weights_TK, geometry)
 
 
 def _largest_inner(
-    experts: LocalExperts, x_TH: torch.Tensor, local_TK: torch.Tensor, weights_TK: torch.Tensor
+    layer: MoeLayer, x_TH: torch.Tensor, local_TK: torch.Tensor, weights_TK: torch.Tensor
 ) -> torch.Tensor:
     """The largest input of the second projection, over the rows of this rank that one of its own experts computes.
 
     The kernel applies the routing weight before that projection, so it counts where it is above 1.
     """
-    largest, gate_up_proj = x_TH.new_zeros(()), experts.module.get_parameter("gate_up_proj")
-    for expert in range(experts.num_local):
+    largest, gate_up_EFH = x_TH.new_zeros(()), layer.weights.tensor(GATE_UP)
+    for expert in range(layer.num_local):
         row, slot = (local_TK == expert).nonzero(as_tuple=True)
         if row.numel():
-            gate, up = (x_TH[row] @ gate_up_proj[expert].T).chunk(2, dim=-1)
+            gate, up = (x_TH[row] @ gate_up_EFH[expert].T).chunk(2, dim=-1)
             weight = weights_TK[row, slot].clamp(min=1).unsqueeze(1).to(gate.dtype)
             largest = torch.maximum(largest, (torch.nn.functional.silu(gate) * up * weight).abs().amax())
     return largest
@@ -105,7 +103,6 @@ def calibrate(
     spec: ModelSpec,
     model: PreTrainedModel,
     exchange: MoeExchange,
-    layers: Sequence[MoeLayer],
     group: HostGroup,
     device: torch.device,
 ) -> Calibration:
@@ -114,8 +111,7 @@ def calibrate(
     Args:
         spec: the model.
         model: loaded, with its experts bound to the exchange.
-        exchange: whose path computes in the model's dtype, and takes `CALIBRATION_TOKENS` rows.
-        layers: the MoE layers, in order.
+        exchange: with the layers, and a path that computes in the model's dtype and takes `CALIBRATION_TOKENS` rows.
         group: all ranks.
         device: of the model.
 
@@ -125,9 +121,9 @@ def calibrate(
     num_tokens = num_calibrating(spec)
     cache = KvCache(spec.attention, 2 + num_tokens // _BLOCK_SIZE, _BLOCK_SIZE, getattr(torch, spec.dtype), device)
     target = TargetModel(model, exchange, cache, SdpaAttention(cache, device), device)
-    path = exchange.path
-    kept = [id(layer.experts.module) for layer in one_of_each_shape(layers).values()]
-    recorder = InputRecorder(path, exchange.rank, kept)
+    path, layers = exchange.path, exchange.layers
+    kept = [layer.index for layer in one_of_each_shape(layers).values()]
+    recorder = InputRecorder(path, kept)
     exchange.path = recorder
     try:
         counts = (num_tokens,) * exchange.layout.dp_size
@@ -135,7 +131,7 @@ def calibrate(
         target.forward(_random_prompt(spec, num_tokens, exchange.layout.dp_rank(exchange.rank)), geometry)
     finally:
         exchange.path = path
-    seen = torch.stack([recorder.largest[id(layer.experts.module)].float().cpu() for layer in layers])
+    seen = torch.stack([recorder.largest[layer.index].float().cpu() for layer in layers])
     largest = group.largest(seen.nan_to_num(nan=float("inf")))  # which of a number and NaN is larger is anybody's guess
     for layer, is_finite in zip(layers, largest.isfinite().all(dim=1).tolist(), strict=True):
         if not is_finite:

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from ...dispatch.collectives import Collectives
+from ...dispatch.expert_path import ExpertPath
 from ...dispatch.paths.maker import PathMaker
-from ...dispatch.paths.path import ExpertPath
 from ...dispatch.paths.table import PathName
 from ...dispatch.probe import HostGroup
 from ...dispatch.registry import LOCAL, PLAIN_EXPERTS

@@ -15,8 +15,8 @@ from ...dispatch.budgets.layout import Layout
 from ...dispatch.budgets.limits import QuantisationKind
 from ...dispatch.dispatchers.contract import INVALID_EXPERT_ID
 from ...dispatch.errors import ConfigError
+from ...dispatch.expert_path import ExpertPath
 from ...dispatch.moe_layer import MoeLayer
-from ...dispatch.paths.path import ExpertPath
 from ...dispatch.probe import HostGroup
 from .sample_rows import SampleRows, random_rows
 
@@ -43,7 +43,7 @@ class PathCheck:
         device: of the layers.
 
     Attributes:
-        real_rows: of some layers, by `id` of the experts module, what the model itself brings to them; other layers are
+        real_rows: of some layers, by the index of the layer, what the model itself brings to them; other layers are
             checked with random rows. For the same layers on every rank, a batch of `num_tokens` each.
     """
 
@@ -100,13 +100,13 @@ class PathCheck:
     def _computed(self, path: ExpertPath, layer: MoeLayer, rows: SampleRows, counts: tuple[int, ...]) -> torch.Tensor:
         """Of its own, since a path may return a view of what its next step writes."""
         geometry = StepGeometry.eager(self._layout, counts, capacity=path.held.capacity)
-        return path.run(layer.experts, *rows, geometry).to(torch.float32, copy=True)
+        return path.run(layer, *rows, geometry).to(torch.float32, copy=True)
 
     def _rows_of(self, layer: MoeLayer, counts: tuple[int, ...]) -> SampleRows:
         """This rank's part of batches of these many tokens."""
         geometry = StepGeometry.eager(self._layout, counts, capacity=self._reference.held.capacity)
         num_rows = geometry.num_rows_per_rank[self._group.rank]
-        real = self.real_rows.get(id(layer.experts.module))
+        real = self.real_rows.get(layer.index)
         rows = random_rows(layer, num_rows, self._group.rank, self._device) if real is None else real.first(num_rows)
         ids_TK = rows.expert_ids_TK.clone()
         ids_TK[_IDLE_EVERY - 1 :: _IDLE_EVERY] = INVALID_EXPERT_ID

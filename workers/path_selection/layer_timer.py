@@ -8,8 +8,8 @@ import torch
 
 from ...dispatch.budgets.geometry import StepGeometry
 from ...dispatch.budgets.layout import Layout
+from ...dispatch.expert_path import ExpertPath
 from ...dispatch.moe_layer import MoeLayer
-from ...dispatch.paths.path import ExpertPath
 from ...dispatch.probe import HostGroup
 from ...graphs.backend import CaptureBackend
 from .sample_rows import SampleRows, random_rows
@@ -53,9 +53,7 @@ class LayerTimer:
         """One layer with `num_rows` rows on every rank, the best of a few trials; collective over all ranks."""
         layout = self._layout
         geometry = StepGeometry.captured(layout, num_rows * layout.attn_tp_size, capacity=self._capacity)
-        calls = [
-            partial(path.run, layer.experts, *self._rows(layer, num_rows, call), geometry) for call in range(_CALLS)
-        ]
+        calls = [partial(path.run, layer, *self._rows(layer, num_rows, call), geometry) for call in range(_CALLS)]
         step = partial(_one_after_another, calls)
         self._group.meet()  # a rank that has failed so far, for want of memory say, never comes to what follows
         self._backend.warm_up(step)

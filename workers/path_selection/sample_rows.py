@@ -11,7 +11,7 @@ class SampleRows(NamedTuple):
     """What one rank brings to a layer.
 
     Attributes:
-        x_TH: rows, in the dtype of the layer's weights.
+        x_TH: rows, in the dtype that the model computes in.
         expert_ids_TK: global ids.
         expert_weights_TK: routing weights.
     """
@@ -28,9 +28,10 @@ class SampleRows(NamedTuple):
 def random_rows(layer: MoeLayer, num_rows: int, seed: int, device: torch.device) -> SampleRows:
     """Rows of unit variance with routings spread evenly over all experts; other rows for another seed."""
     generator = torch.Generator().manual_seed(seed)
-    dtype = layer.parameters["gate_up_proj"].dtype
-    x_TH = torch.randn(num_rows, layer.hidden_size, generator=generator)
-    scores_TE = torch.rand(num_rows, layer.num_experts, generator=generator)
-    weights_TK, ids_TK = scores_TE.topk(layer.top_k, dim=-1)
+    shape = layer.shape
+    x_TH = torch.randn(num_rows, shape.hidden_size, generator=generator)
+    scores_TE = torch.rand(num_rows, shape.num_experts, generator=generator)
+    weights_TK, ids_TK = scores_TE.topk(shape.top_k, dim=-1)
     weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
-    return SampleRows(x_TH.to(device, dtype), ids_TK.to(device), weights_TK.to(device, layer.weights_dtype))
+    weights_TK = weights_TK.to(device, getattr(torch, shape.weights_dtype))
+    return SampleRows(x_TH.to(device, layer.dtype), ids_TK.to(device), weights_TK)

@@ -14,12 +14,12 @@ import torch
 from transformers import PreTrainedModel
 
 from ...dispatch.errors import ConfigError
+from ...dispatch.expert_path import ExpertPath, MemberPath
 from ...dispatch.moe import MoeExchange
 from ...dispatch.moe_layer import MoeLayer, one_of_each_shape
 from ...dispatch.paths.fastest import Choice, Measured, PathCost, bytes_of, choose
 from ...dispatch.paths.maker import PathMaker
 from ...dispatch.paths.measured import MeasuredPath
-from ...dispatch.paths.path import ExpertPath, MemberPath
 from ...dispatch.paths.table import PathName, PathTable, candidate_paths, measured_rows, table_problems
 from ...dispatch.paths.table_cache import TableCache, library_versions
 from ...dispatch.paths.tuning import TableRow
@@ -78,15 +78,15 @@ class PathSelection:
                 it leaves to choose from; names the rank and the reason.
         """
         config = self._config
-        layers = moe_layers(config, model, exchange)
+        layers = exchange.layers
         names = named_paths(config)
         self._probe(names, layers)
         left = {name.dispatch for name in names if name.capacity is not None and str(name) not in self._dropped}
         calibrated = [kind for kind in sorted(left) if config.quantisation in fused_of(kind).calibrated]
         if calibrated:
-            scales, rows = calibrate(config.spec, model, exchange, layers, self._group, self._maker.device)
+            scales, rows = calibrate(config.spec, model, exchange, self._group, self._maker.device)
             self._check.real_rows |= rows
-            pairs = {id(layer.experts.module): pair for layer, pair in zip(layers, scales, strict=True)}
+            pairs = {layer.index: pair for layer, pair in zip(layers, scales, strict=True)}
             for kind in calibrated:
                 self._maker.shared(kind).scales |= pairs
         if config.dispatch != MEASURED:
@@ -132,7 +132,7 @@ class PathSelection:
         cache = None if config.tuning.cache is None else TableCache(config.tuning.cache, self._group)
         key = self._key(left, layers)
         found = None if cache is None else cache.find(key)
-        shapes = [layer.shape for layer in layers]
+        shapes = [layer.shape.text for layer in layers]
         if found is not None and not table_problems(
             found, config.worker.device, config.quantisation, config.capacity, shapes
         ):
@@ -214,7 +214,7 @@ class PathSelection:
     def _built(self, name: PathName, samples: Sequence[MoeLayer]) -> MemberPath:
         path = self._maker.make(name)
         for layer in samples:
-            path.adopt(layer.experts.module, layer.name, layer.num_experts, layer.top_k)
+            path.adopt(layer)
         path.prepare(self._group)
         if not name.is_plain:
             for layer in samples:
@@ -246,7 +246,7 @@ class PathSelection:
                 del paths[name]
             else:
                 times[str(name)] = self._group.largest(taken)
-        shapes = [layer.shape for layer in layers]
+        shapes = [layer.shape.text for layer in layers]
         return [
             Measured(shape, shapes.count(shape), {name: times[name][index].tolist() for name in times})
             for index, shape in enumerate(samples)
@@ -266,16 +266,16 @@ class PathSelection:
         is_prepared = all(name.weights != AS_LOADED for name in paths)
         for layer in layers:
             for path in paths.values():
-                path.adopt(layer.experts.module, layer.name, layer.num_experts, layer.top_k)
+                path.adopt(layer)
             if is_prepared:
-                layer.release_weights()
+                layer.weights.release()
         for path in paths.values():
             path.prepare(self._group)
 
     def _settled(
         self, members: Mapping[PathName, ExpertPath], choice: Choice, layers: Sequence[MoeLayer], source: str
     ) -> Settled:
-        shapes = {id(layer.experts.module): layer.shape for layer in layers}
+        shapes = {layer.index: layer.shape.text for layer in layers}
         named = {str(name): path for name, path in members.items()}
         buffers = bytes_of(choice.table.names, self._costs(members), 0)
         path = MeasuredPath(named, choice.table, shapes, buffers, self._group.rank, self._config.capacity)
@@ -294,7 +294,7 @@ class PathSelection:
         config, device = self._config, self._maker.device
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         machines = sorted(set(self._group.gather(f"{gpu}; {library_versions()}", str)))
-        shapes = [layer.shape for layer in layers]
+        shapes = [layer.shape.text for layer in layers]
         parts = (
             *machines,
             f"{config.layout.dp_size} x {config.layout.attn_tp_size} ranks",
@@ -317,26 +317,6 @@ def named_paths(config: RankConfig) -> tuple[PathName, ...]:
     experts = experts_for(config.experts, quantisation)
     assert experts is not None, "a quantisation that nothing computes is refused before"
     return (PathName(config.dispatch, experts.kind),)
-
-
-def moe_layers(config: RankConfig, model: PreTrainedModel, exchange: MoeExchange) -> list[MoeLayer]:
-    """The model's MoE layers with this rank's experts, in order."""
-    bound = {id(experts.module): experts for experts in exchange.layers}
-    layers = []
-    for shape in config.spec.moe:
-        experts = bound[id(model.get_submodule(shape.name))]
-        layers.append(
-            MoeLayer(
-                name=shape.name,
-                num_experts=shape.num_experts,
-                top_k=shape.top_k,
-                hidden_size=shape.hidden_size,
-                intermediate_size=shape.intermediate_size,
-                weights_dtype=getattr(torch, shape.weights_dtype),
-                experts=experts,
-            )
-        )
-    return layers
 
 
 def _times_of(

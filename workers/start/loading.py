@@ -78,6 +78,7 @@ def load(
     exchange = MoeExchange(layout, rank, loading_path(config, maker), joined.collectives)
     peak_before, started = _peak_memory(), time.perf_counter()
     model, files = read_weights(config, exchange, device)
+    exchange.describe_layers(model, config.spec)
     load_seconds, peak_after = time.perf_counter() - started, _peak_memory()
     wait_for_all(joined.store, "read their weights", rank, layout.world_size, config.start_timeout_s)
     own_experts = expert_bytes(model)
@@ -140,7 +141,7 @@ def _expert_load(config: RankConfig, joined: Joined, exchange: MoeExchange) -> E
     """What the MoE layers count into, from now on; at the leader of a batch alone, whose routing is all of it."""
     if not config.worker.expert_load or not joined.sharing.is_leader:
         return None
-    num_experts = [layer.num_local * config.layout.world_size for layer in exchange.layers]
+    num_experts = [layer.shape.num_experts for layer in exchange.layers]
     exchange.load = ExpertLoad(num_experts, joined.device)
     return exchange.load
 

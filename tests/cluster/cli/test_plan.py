@@ -14,10 +14,11 @@ from expert_pool.cluster.cli.plan_report import plan_pool
 from expert_pool.cluster.planning.validation import validate
 from expert_pool.dispatch.budgets.capacity import CAPACITY_VARIABLE
 from expert_pool.dispatch.budgets.limits import step_widths
+from expert_pool.dispatch.budgets.moe_shape import MoeShape
 from expert_pool.dispatch.budgets.path_settings import budget_for, row_formats
 from expert_pool.dispatch.collectives import Collectives
 from expert_pool.dispatch.experts.cutedsl import cutedsl_problems, pair_budget_for
-from expert_pool.dispatch.experts.pair_budget import ExpertShape, pair_budget
+from expert_pool.dispatch.experts.pair_budget import pair_budget
 from expert_pool.dispatch.experts.pair_buffers import PairBuffers
 from expert_pool.dispatch.registry import dispatcher_of
 from expert_pool.dispatch.way import RankParts
@@ -121,14 +122,14 @@ def test_h10_plan_shows_the_workspace_and_expert_rows_of_cutedsl_experts(tiny_mo
 
 
 def test_h15_buffers_of_cutedsl_experts_hold_the_largest_of_each_layer():
-    shapes = [ExpertShape(512, 64, 8, 4), ExpertShape(256, 384, 2, 16)]
-    buffers = PairBuffers(pair_budget(10, shapes), CPU)
+    shapes = [MoeShape("narrow", 8, 512, 8, "float32", 64), MoeShape("wide", 32, 256, 2, "float32", 384)]
+    buffers = PairBuffers(pair_budget(10, shapes, ep_size=2), CPU)
     for shape in shapes:
         views = buffers.views(shape, 10)
-        num_pairs = 10 * min(shape.top_k, shape.num_local)
+        num_pairs = 10 * min(shape.top_k, shape.num_experts // 2)
         assert views.hidden_PI.shape == (num_pairs, shape.intermediate_size)
         assert views.output_PH.shape == (num_pairs, shape.hidden_size)
-        assert views.offsets.shape == (shape.num_local + 1,)
+        assert views.offsets.shape == (shape.num_experts // 2 + 1,)
         assert views.position_RK.shape == (10 * shape.top_k,)
 
 

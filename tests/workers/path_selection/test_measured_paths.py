@@ -13,12 +13,12 @@ from expert_pool.cluster import CacheConfig, ExpertPool, Limits, PoolConfig
 from expert_pool.dispatch.dispatchers.alltoall import AllToAllDispatcher
 from expert_pool.dispatch.dispatchers.contract import Dispatched
 from expert_pool.dispatch.errors import ConfigError
+from expert_pool.dispatch.expert_path import ExpertPath
 from expert_pool.dispatch.experts.quack_gemm import GemmTile
 from expert_pool.dispatch.experts.quack_tuning import TileTable, agree_on
 from expert_pool.dispatch.experts.torch_experts import TorchExperts
 from expert_pool.dispatch.moe_layer import MoeLayer
 from expert_pool.dispatch.paths.maker import PathMaker
-from expert_pool.dispatch.paths.path import ExpertPath
 from expert_pool.dispatch.paths.table import PathName
 from expert_pool.dispatch.paths.tuning import TableRow, Tuning
 from expert_pool.dispatch.probe import HostGroup
@@ -28,7 +28,7 @@ from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.path_selection.calibration import calibrate
 from expert_pool.workers.path_selection.candidates import loading_path, path_check, path_maker
 from expert_pool.workers.path_selection.layer_timer import LayerTimer
-from expert_pool.workers.path_selection.selection import PathSelection, Settled, moe_layers
+from expert_pool.workers.path_selection.selection import PathSelection, Settled
 from plain_ranks import ForkedRanks
 from rank_faults import OTHER_TABLE, other_table, replaced
 from rank_insides import path_of, run_script, target_of
@@ -395,16 +395,15 @@ def test_the_table_is_shown_at_start_and_in_the_pools_status(random_models):
 
 def scales_of(engine: RankEngine) -> list[tuple[float, float]]:
     target = target_of(engine)
-    layers = moe_layers(engine.config, target.model, target._exchange)
     maker = path_maker(engine.config, engine.rank, engine.joined.collectives, engine.joined.world, engine.device)
     group = HostGroup(engine.joined.host_group, engine.rank)
     with replaced(target._exchange, "path", loading_path(engine.config, maker)):
-        return calibrate(engine.config.spec, target.model, target._exchange, layers, group, engine.device).scales
+        return calibrate(engine.config.spec, target.model, target._exchange, group, engine.device).scales
 
 
 def scales_with_nan_on_one(engine: RankEngine) -> str:
     target = target_of(engine)
-    weights = target._exchange.layers[1].module.get_parameter("gate_up_proj")
+    weights = target._exchange.layers[1].weights.stored["gate_up"]
     kept = weights.detach().clone()
     try:
         if engine.rank == 1:

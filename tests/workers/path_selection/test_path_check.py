@@ -19,17 +19,16 @@ from expert_pool.dispatch.dispatchers.alltoall import AllToAllDispatcher
 from expert_pool.dispatch.dispatchers.contract import Dispatched, Dispatcher
 from expert_pool.dispatch.dispatchers.flashinfer_alltoall import FlashInferDispatcher
 from expert_pool.dispatch.errors import ConfigError
+from expert_pool.dispatch.expert_path import ExpertPath
 from expert_pool.dispatch.experts.torch_experts import TorchExperts
 from expert_pool.dispatch.moe_layer import MoeLayer
 from expert_pool.dispatch.paths.maker import PathMaker
-from expert_pool.dispatch.paths.path import ExpertPath
 from expert_pool.dispatch.paths.table import PathName
 from expert_pool.dispatch.paths.tuning import TableRow, Tuning
 from expert_pool.dispatch.probe import HostGroup, attempt
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.path_selection.check import LARGEST_ERROR, relative_errors
 from expert_pool.workers.path_selection.layer_timer import LayerTimer
-from expert_pool.workers.path_selection.selection import moe_layers
 from plain_ranks import ForkedRanks
 from rank_faults import replaced
 from rank_insides import target_of
@@ -155,10 +154,9 @@ def made_by_all_but_one(engine: RankEngine, faulty_rank: int) -> tuple[int, str 
         return make(maker, kind)
 
     target, name = target_of(engine), PathName("alltoall", "torch")
-    layers = moe_layers(engine.config, target.model, target._exchange)
     choice = choice_of(engine)
     with replaced(PathMaker, "_dispatcher", make_together):
-        built = choice._build((name, name), layers[:1])
+        built = choice._build((name, name), target._exchange.layers[:1])
     return len(built), str(choice._dropped[str(name)])
 
 

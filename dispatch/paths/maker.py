@@ -16,6 +16,7 @@ from ..registry import dispatcher_of, experts_of, fused_kinds, fused_of
 from ..way import AS_LOADED, ExpertsWay, FusedWay, RankParts, SharedWeights, Way
 from .fastest import PathCost
 from .path import DispatchedPath
+from .problems import problems_of
 from .table import PathName
 
 if TYPE_CHECKING:
@@ -54,7 +55,10 @@ class PathMaker:
     def cost_of(self, name: PathName, path: ExpertPath) -> PathCost:
         """What keeping a path costs on this rank; paths over one dispatcher or backend share its buffers."""
         if isinstance(path, DispatchedPath):
-            parts = {name.dispatch: path.dispatcher.num_bytes, name.experts: path.experts.num_bytes}
+            parts = {
+                f"dispatcher {name.dispatch}": path.dispatcher.num_bytes,
+                f"experts {name.experts}": path.experts.num_bytes,
+            }
             return PathCost(parts, name.weights)
         return PathCost({str(name): path.held.workspace_bytes}, name.weights)
 
@@ -74,6 +78,8 @@ class PathMaker:
             layers: it would compute.
             host_of_first: the host name of rank 0.
         """
+        if problems := problems_of(name, self.parts.settings, f"path {str(name)!r}"):  # as on every other rank
+            return "; ".join(problems)
         if name.capacity is not None:
             fused = fused_of(name.dispatch)
             return self._device_problem(name, fused) or fused.refusal(self.parts, layers, host_of_first)
@@ -132,7 +138,7 @@ class PathMaker:
             self._dispatchers.pop(kind).close()
         for kind in [kind for kind in self._experts if kind not in {name.experts for name in names}]:
             del self._experts[kind]
-        for kind in fused_kinds():
+        for kind in fused_kinds(self.device.type):
             kept = {name.capacity for name in names if name.capacity is not None and name.dispatch == kind}
             self.shared(kind).keep_only(kept, group)
 

@@ -12,10 +12,10 @@ from ..budgets.limits import Limits
 from ..budgets.path_settings import PathSettings
 from ..budgets.planned_buffer import PlannedBuffer
 from ..expert_path import ExpertPath, HeldAlike
-from ..registry import MEASURED, dispatcher_kinds, dispatcher_of, way_kinds, way_of
+from ..registry import MEASURED, way_kinds, way_of
 from ..way import ExpertsWay, Way, places
-from .problems import refused_in_quantisation
-from .table import PathTable, table_problems
+from .problems import problems_of, refused_in_quantisation
+from .table import PathName, PathTable, table_problems
 
 if TYPE_CHECKING:
     import torch
@@ -59,11 +59,11 @@ class MeasuredPath(Way):
         shapes = [shape.text for shape in settings.spec.moe]
         device = settings.worker.device
         problems += table_problems(table, device, settings.quantisation, settings.capacity, shapes)
-        for path in dict.fromkeys(row.path for row in table):
-            dispatch = path.partition("+")[0]
-            if dispatch in dispatcher_kinds():
-                problems += dispatcher_of(dispatch).problems(settings, f"tuning.table's path {path!r}")
-        return problems
+        if problems:  # names that are not known, say
+            return problems
+        for path in PathTable(table).names:
+            problems += problems_of(PathName.parse(path), settings, f"tuning.table's path {path!r}")
+        return list(dict.fromkeys(problems))
 
     @classmethod
     def planned(cls, settings: PathSettings) -> list[PlannedBuffer]:

@@ -14,6 +14,7 @@ from ..registry import (
     way_of,
 )
 from .capacity import budget_problems
+from .table import PathName
 
 
 def path_problems(settings: PathSettings) -> list[str]:
@@ -26,6 +27,20 @@ def path_problems(settings: PathSettings) -> list[str]:
     if settings.tuning.table is not None and settings.dispatch != MEASURED:
         problems.append(f"tuning.table is for dispatch='measured', and dispatch is {settings.dispatch!r}: leave it out")
     return problems
+
+
+def problems_of(path: PathName, settings: PathSettings, setting: str) -> list[str]:
+    """What its ways say of one path among several.
+
+    Args:
+        path: whose names are known.
+        settings: everything resolved.
+        setting: that asks for it, for messages.
+    """
+    if path.capacity is not None:
+        return fused_of(path.dispatch).problems(settings, setting)
+    dispatcher, experts = dispatcher_of(path.dispatch), experts_of(path.experts)
+    return [*dispatcher.problems(settings, setting), *experts.problems(settings)]
 
 
 def _quantisation_problems(settings: PathSettings) -> list[str]:

@@ -204,6 +204,7 @@ class Driver:
 
         Raises:
             ConfigError: a size that cannot work; nothing was changed.
+            CheckpointError: ranks would read other weights than those there are; nothing was changed.
             PlacementError: no place for so many; the pool goes on as before.
             RankError: ranks were lost on the way, or did not come up at the new size; the pool goes on with the size it
                 has then, or has failed.

@@ -102,6 +102,8 @@ class RankMoves:
                 async for facts in reserve.acquire():
                     life.note(f"resizing to {ranks} ranks: {facts}")
             self._require_size(before)
+            await pool_ranks.require_weights_in_place()
+            self._require_size(before)
             says = f"resizing from {before.layout.world_size} to {ranks} ranks"
             refusal = await life.carry_out(
                 Rebuild(

@@ -145,6 +145,7 @@ class PoolRanks:
         yield f"loading {self.config.spec.path} on {len({place.node_id for place in self.rank_set.places})} node(s)"
         loads: list[LoadReport] = await self.rank_set.call("load", collective=True)
         await self._weights.require_same(loads)
+        await self._weights.look_at_disk(self.rank_set.actors, self.rank_set.places)
         # Whoever asks for the status has no use for a line about every file from every rank.
         self.loads = tuple(msgspec.structs.replace(load, files=()) for load in loads)
         for line in self.loads[0].experts:
@@ -187,6 +188,10 @@ class PoolRanks:
     async def release(self) -> None:
         """Give all places back, or withdraw the request for them."""
         await asyncio.to_thread(self._placement.release)
+
+    async def require_weights_in_place(self) -> None:
+        """Before the present ranks leave for others; see `WeightsRecord.require_same_on_disk`."""
+        await self._weights.require_same_on_disk(self.rank_set.actors, self.rank_set.places)
 
     async def forget_weights(self) -> None:
         """The pool is shut down; see `WeightsRecord.forget`."""

@@ -151,5 +151,12 @@ class Rank:
         return self._engine.trace()
 
     @ray.method(concurrency_group="observers")
+    def weights_on_disk(self) -> str:
+        """See `workers.start.same_start.digest_of_weights`; not what was read of them."""
+        from .start.same_start import digest_of_weights
+
+        return digest_of_weights(self._config.spec.path)
+
+    @ray.method(concurrency_group="observers")
     def expert_counts(self) -> ExpertCounts | None:
         return self._engine.expert_counts()

@@ -27,7 +27,7 @@ from .lifecycle import Lifecycle
 from .moves import RankMoves
 from .pool_status import PoolStatus, graph_reports
 from .same_code import own_code, require_same_code
-from .states import DriverState
+from .states import DriverState, Recovering
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Driver:
         self._num_streams = 0
         self._restarts = num_restarts_of_this_actor()
         if self._restarts:
-            self._life.enter(DriverState.RECOVERING)
+            self._life.enter(Recovering(None))
             # Ray runs the constructor of an asyncio actor in its loop.
             self._beginning = asyncio.ensure_future(self._begin_anew())
         end_unless_started(lambda: self._life.state is not DriverState.CREATED)
@@ -104,10 +104,11 @@ class Driver:
             except TimeoutError:
                 await self._end()
                 return
-        self._life.begin_anew(
+        why = (
             f"the driver actor ended and was started anew ({self._restarts} of {self._pool.recovery.max_restarts}); "
             "the requests that it had are lost"
         )
+        self._life.spawn(self._life.begin_anew(RankError(why)))
         self._life.spawn(self._moves.watch_nodes())
 
     async def code(self) -> str:
@@ -203,6 +204,7 @@ class Driver:
 
         Raises:
             ConfigError: a size that cannot work; nothing was changed.
+            CheckpointError: ranks would read other weights than those there are; nothing was changed.
             PlacementError: no place for so many; the pool goes on as before.
             RankError: ranks were lost on the way, or did not come up at the new size; the pool goes on with the size it
                 has then, or has failed.

@@ -5,6 +5,7 @@ What callers ask of the pool is in `cluster.driver.driver`; here is what goes on
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
@@ -20,8 +21,9 @@ from ..ranks.rank_set import RankSet
 from ..requests.collecting import Collector
 from ..requests.ledger import Ledger
 from ..requests.router import Router
+from .rebuild import Rebuild
 from .recovery import Restarts
-from .states import DriverState, may_follow
+from .states import DriverState, Failed, Recovering, State, may_follow, name_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +55,7 @@ class Lifecycle:
         self.pool_ranks = PoolRanks(config, pool, environment)
         self.ledger = Ledger(self._new_router())
         self.restarts = Restarts(pool.recovery)
-        self.state = DriverState.CREATED
-        self.failure: ExpertPoolError | None = None
+        self._state: State = DriverState.CREATED
         self.notice: str | None = None
         self._metrics = PoolMetrics(pool_label())
         self.collector = Collector(self.ledger, self._metrics, self.hand_out, self._lose_results)
@@ -62,44 +63,129 @@ class Lifecycle:
         self._stopping: asyncio.Task[None] | None = None
 
     @property
+    def state(self) -> DriverState:
+        return name_of(self._state)
+
+    @property
+    def failure(self) -> ExpertPoolError | None:
+        return self._state.error if isinstance(self._state, Failed) else None
+
+    @property
     def rank_set(self) -> RankSet:
         return self.pool_ranks.rank_set
 
-    async def first_start(self) -> AsyncIterator[str]:
-        """Place, start and load all ranks; yields a line about each stage.
+    def first_start(self) -> AsyncIterator[str]:
+        """Place, start and load all ranks; see `rebuilding`.
 
         A rank whose process ends meanwhile is a failure that the pool recovers from; one that raises is not.
-
-        Raises:
-            PlacementError: no place for all ranks in time.
-            RankError: a rank did not start or load.
         """
-        try:
-            self.enter(DriverState.PLACING)
-            yield f"placing {self.pool_ranks.config.layout.world_size} ranks"
-            async for facts in self.pool_ranks.acquire():
-                yield facts
-            try:
-                async for line in self.build():
-                    yield line
-            except RankError as error:
-                if not self.rank_set.has_lost_a_process:
-                    raise
-                self.enter(DriverState.RECOVERING)
-                async for line in self._rebuild_after(error):
-                    yield line
-        except BaseException as error:
-            if isinstance(error, Exception) and self.state in _OVER:
-                raise RankError("the pool was shut down while it started") from None
-            await self.fail(error if isinstance(error, ExpertPoolError) else RankError(f"start-up failed: {error}"))
-            raise (self.failure or error) from None
+        says = f"placing {self.pool_ranks.config.layout.world_size} ranks"
+        return self.rebuilding(
+            Rebuild(DriverState.PLACING, "start-up", self.pool_ranks.acquire, says=says, is_first=True)
+        )
 
-    def begin_anew(self, why: str) -> None:
+    async def begin_anew(self, cause: ExpertPoolError) -> None:
         """This process replaces one that ended: place, start and load ranks again. The state says so already."""
         if self.state is not DriverState.RECOVERING:
             return  # it was shut down meanwhile
-        self.note(why)
-        self.spawn(self._begin_anew(RankError(why)))
+        with contextlib.suppress(ExpertPoolError):  # it is what the pool has failed with
+            await self.carry_out(
+                Rebuild(Recovering(cause), "starting anew", self.pool_ranks.begin_anew, says=str(cause))
+            )
+
+    async def recover(self, error: ExpertPoolError) -> None:
+        """The ranks have failed, and the state says so: begin again, or fail for good."""
+        with contextlib.suppress(ExpertPoolError):  # it is what the pool has failed with
+            await self.carry_out(await self._recovery(error))
+
+    async def carry_out(self, rebuild: Rebuild) -> ExpertPoolError | None:
+        """See `rebuilding`; lines are noted. Returns what went wrong first, if something did on the way."""
+        setbacks: list[ExpertPoolError] = []
+        async for line in self.rebuilding(rebuild, setbacks):
+            self.note(line)
+        return setbacks[0] if setbacks else None
+
+    async def rebuilding(self, rebuild: Rebuild, setbacks: list[ExpertPoolError] | None = None) -> AsyncIterator[str]:
+        """Have ranks run by this rebuild or, where it fails, by what `_after` says; yields a line about each stage.
+
+        Args:
+            rebuild: to begin with.
+            setbacks: takes what each rebuild failed with that another one followed.
+
+        Raises:
+            ExpertPoolError: the pool has failed with it, or was shut down.
+        """
+        following: Rebuild | None = rebuild
+        while following is not None:
+            under_way, following = following, None
+            try:
+                self.enter(under_way.state)
+                async for line in self._stages(under_way):
+                    yield line
+            except Exception as raised:
+                error = raised if isinstance(raised, ExpertPoolError) else under_way.error_of(raised)
+                following = await self._after(under_way, error, is_bug=error is not raised)
+                if setbacks is not None:
+                    setbacks.append(error)
+            except BaseException as gone:  # by a shutdown, which fails no pool; or who waits for the first start left
+                await self.fail(under_way.error_of(gone))
+                raise
+
+    async def _stages(self, rebuild: Rebuild) -> AsyncIterator[str]:
+        if rebuild.says:
+            yield rebuild.says
+        if rebuild.ranks_leave:
+            await self.leave_for_good()
+        else:
+            self.end_ranks()
+        if rebuild.reserve is not None:
+            await asyncio.to_thread(rebuild.reserve.release)
+        await asyncio.sleep(rebuild.pause_s)
+        async for facts in rebuild.places():
+            yield facts
+        async for line in self.build():
+            yield line
+
+    async def _after(self, rebuild: Rebuild, error: ExpertPoolError, is_bug: bool) -> Rebuild:
+        """What follows a rebuild that failed. Another size is given up for the one before, whatever ended it: memory
+        that is missing looks like any fault. Else the rules of recovery hold, and a bug ends the pool.
+
+        Raises:
+            ExpertPoolError: nothing follows: the pool has failed with this, or was shut down.
+        """
+        if self.state in _OVER:  # which ends every rebuild but the first start by itself
+            raise RankError("the pool was shut down while it started")
+        before = rebuild.size_before
+        if before is not None and self.state is DriverState.RESIZING:
+            has_begun = self.pool_ranks.config is not before
+            if has_begun or isinstance(error, PlacementError):
+                return rebuild.back(functools.partial(self.pool_ranks.return_to, before), error, has_begun)
+        if not is_bug and (not rebuild.is_first or self.rank_set.has_lost_a_process):
+            return await self._recovery(error, rebuild)
+        await self.fail(error)
+        raise self.failure or error
+
+    async def _recovery(self, error: ExpertPoolError, failed: Rebuild | None = None) -> Rebuild:
+        """What the rules of recovery have follow a failure.
+
+        Args:
+            error: the failure.
+            failed: the rebuild that it ended, if it was one.
+
+        Raises:
+            ExpertPoolError: nothing follows: the pool has failed with this.
+        """
+        now_s = time.monotonic()
+        try:
+            if isinstance(error, PlacementError) and failed is not None and isinstance(failed.state, Recovering):
+                raise self.restarts.given_up(error, now_s)
+            restart = self.restarts.decide(error, now_s)
+        except ExpertPoolError as final:
+            await self.fail(final)
+            raise
+        self.collector.measure(self._metrics.restarted)
+        says = self.restarts.announce(restart)
+        return Rebuild(Recovering(error), "the recovery", self.pool_ranks.regain, says=says, pause_s=restart.delay_s)
 
     async def build(self) -> AsyncIterator[str]:
         """New ranks in the places there are, which go on with every unfinished request."""
@@ -116,16 +202,6 @@ class Lifecycle:
         """Ranks run their loops, and are watched."""
         self.rank_set.begin_loops()
         self.spawn(self._watch(self.rank_set))
-
-    async def recover(self, error: ExpertPoolError) -> None:
-        """The ranks have failed, and the state says so: begin again, or fail for good."""
-        try:
-            async for line in self._rebuild_after(error):
-                self.note(line)
-        except ExpertPoolError as final:
-            await self.fail(final)
-        except Exception as bug:
-            await self.fail(RankError(f"the recovery failed: {type(bug).__name__}: {bug}; it followed: {error}"))
 
     async def leave_for_good(self) -> None:
         """All ranks leave their loops at one step boundary, say all that they have to say, and end.
@@ -197,14 +273,18 @@ class Lifecycle:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def enter(self, state: DriverState) -> None:
-        """
+    def enter(self, state: State) -> None:
+        """Every change of state is made here.
+
         Raises:
             ExpertPoolError: the pool cannot become that from what it is, since it failed or was stopped, say.
         """
-        if not may_follow(self.state, state):
-            raise self.failure or RankError(f"the pool is {self.state.value} and cannot become {state.value}")
-        self.state = state
+        following = name_of(state)
+        if not may_follow(self.state, following):
+            raise self.failure or RankError(f"the pool is {self.state.value} and cannot become {following.value}")
+        self._state = state
+        if isinstance(state, Failed):
+            logger.error("the pool failed: %s", state.error)
 
     def require(self, *states: DriverState) -> None:
         """
@@ -216,25 +296,11 @@ class Lifecycle:
         if self.state not in states:
             raise RankError(f"the pool is {self.state.value}, not ready")
 
-    async def _begin_anew(self, cause: ExpertPoolError) -> None:
-        try:
-            await self.pool_ranks.forget_places()
-            async for facts in self.pool_ranks.place_anew():
-                self.note(facts)
-            async for line in self.build():
-                self.note(line)
-        except RankError as error:
-            await self.recover(error)
-        except ExpertPoolError as error:
-            await self.fail(error)
-        except Exception as bug:
-            await self.fail(RankError(f"starting anew failed: {type(bug).__name__}: {bug}; it followed: {cause}"))
-
     async def _watch(self, rank_set: RankSet) -> None:
         """End the ranks when a rank ends, for the others would wait for it in their next collective; then recover."""
         await rank_set.first_loop_end()
         if self.state is DriverState.READY and rank_set is self.rank_set:
-            self.enter(DriverState.RECOVERING)
+            self.enter(Recovering(None))
             try:
                 error = await rank_set.end_after_loop()
             except Exception as bug:
@@ -244,33 +310,9 @@ class Lifecycle:
     def _lose_results(self, bug: Exception) -> None:
         """What the ranks report cannot be taken in: their callers would wait for ever, so other ranks start."""
         if self.state is DriverState.READY:
-            self.enter(DriverState.RECOVERING)
-            what = f"results of the ranks could not be taken in: {type(bug).__name__}: {bug}"
-            self.spawn(self.recover(RankError(what)))
-
-    async def _rebuild_after(self, error: ExpertPoolError) -> AsyncIterator[str]:
-        """Start new ranks until they run, as often as `recovery` allows.
-
-        Raises:
-            ExpertPoolError: the last failure, with those before.
-        """
-        while True:
-            restart = self.restarts.decide(error, time.monotonic())
-            self.collector.measure(self._metrics.restarted)
-            yield self.restarts.announce(restart)
-            self.end_ranks()
-            await asyncio.sleep(restart.delay_s)
-            try:
-                async for line in self.pool_ranks.regain():
-                    yield line
-            except PlacementError as nowhere:
-                raise self.restarts.given_up(nowhere, time.monotonic()) from None
-            try:
-                async for line in self.build():
-                    yield line
-                return
-            except ExpertPoolError as again:
-                error = again
+            error = RankError(f"results of the ranks could not be taken in: {type(bug).__name__}: {bug}")
+            self.enter(Recovering(error))
+            self.spawn(self.recover(error))
 
     def _new_router(self) -> Router:
         config = self.pool_ranks.config
@@ -285,9 +327,7 @@ class Lifecycle:
         """The pool ends with this error: for those who wait, those who come, and in `status`."""
         if not may_follow(self.state, DriverState.FAILED):
             return
-        logger.error("the pool failed: %s", error)
-        self.failure = error
-        self.enter(DriverState.FAILED)
+        self.enter(Failed(error))
         self.ledger.fail(error)
         await self._discard_ranks()
 

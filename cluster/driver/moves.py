@@ -5,6 +5,7 @@ All ranks leave their loops at one step boundary, others take their place, and r
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Coroutine
@@ -17,8 +18,9 @@ from ..ranks.placement import Placement
 from ..ranks.pool_ranks import AT_ONCE_S
 from ..ray_session.ray_internals import can_tell_draining_nodes, draining_nodes
 from .lifecycle import Lifecycle
+from .rebuild import Rebuild
 from .sizes import resized, working_sizes
-from .states import DriverState
+from .states import DriverState, Resizing
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,7 @@ _LOOK_S = 1.0
 # Before a node goes: for a step to end, for ranks to leave and their results to be taken in.
 _LEAVE_S = 10.0
 _FOREVER_S = 1e7
+_MOVING = "moving the ranks"
 
 
 class RankMoves:
@@ -38,6 +41,7 @@ class RankMoves:
 
     def __init__(self, life: Lifecycle, pool: PoolConfig):
         self._life = life
+        self._pool_ranks = life.pool_ranks
         self._pool = pool
         self._under_way: set[asyncio.Task[RankConfig]] = set()
         self._stays_on: set[str] = set()
@@ -56,7 +60,7 @@ class RankMoves:
                 logger.warning("cannot tell which nodes are about to go: %s", error)
                 continue
             self._stays_on &= going.keys()
-            held = {place.node_id for place in self._life.rank_set.places} - self._stays_on
+            held = {place.node_id for place in self._pool_ranks.rank_set.places} - self._stays_on
             deadlines = {node: deadline for node, deadline in going.items() if node in held}
             if deadlines and self._life.state is DriverState.READY:
                 with contextlib.suppress(ExpertPoolError):  # it has been noted, and is what `status` says
@@ -81,83 +85,53 @@ class RankMoves:
             if work.cancelled() and not (this and this.cancelling()):
                 raise RankError("the pool was shut down while its ranks were being moved") from None
             raise
+        except ExpertPoolError:
+            raise
+        except Exception as bug:  # before anything was given up
+            raise RankError(f"{_MOVING} failed: {type(bug).__name__}: {bug}") from bug
 
     async def _resize(self, ranks: int) -> RankConfig:
-        life, pool_ranks = self._life, self._life.pool_ranks
+        life, pool_ranks = self._life, self._pool_ranks
         before = pool_ranks.config
         wanted = await asyncio.to_thread(resized, self._pool, before, ranks)
         more = ranks - before.layout.world_size
         if more == 0:
             return before
-        reserve = pool_ranks.places_for(more)
-        refusal: ExpertPoolError | None = None
-        has_begun = False
-        try:
+        with pool_ranks.reserved(more) as reserve:
             if more > 0:
                 async for facts in reserve.acquire():
                     life.note(f"resizing to {ranks} ranks: {facts}")
-            if life.state is DriverState.RESIZING:
-                # What was free may be what the other move has just left, and is about to take elsewhere.
-                raise RankError("its ranks are being moved off a node that goes away: resize the pool again after that")
-            life.require(DriverState.READY)
-            if pool_ranks.config is not before:
-                raise RankError(f"the pool has {pool_ranks.config.layout.world_size} ranks by now: resize it again")
-            life.enter(DriverState.RESIZING)
-            has_begun = True
-            life.note(f"resizing from {before.layout.world_size} to {ranks} ranks")
-            await life.leave_for_good()
-            await asyncio.to_thread(reserve.release)
-            refusal = await pool_ranks.move(wanted, life.note)
-            async for line in life.build():
-                life.note(line)
-        except Exception as raised:
-            error = raised if isinstance(raised, ExpertPoolError) else _bug(raised)
-            if not has_begun or life.state is not DriverState.RESIZING:
-                raise error from raised
-            refusal = refusal or error
-            if pool_ranks.config is wanted:
-                await self._go_back(before, error)
-            elif error is raised:
-                life.enter(DriverState.RECOVERING)
-                await life.recover(error)
-            else:
-                await self._give_up(raised, has_begun)
-        finally:
-            reserve.release()
-        if life.failure is not None:
-            raise life.failure
+            self._require_size(before)
+            await pool_ranks.require_weights_in_place()
+            self._require_size(before)
+            says = f"resizing from {before.layout.world_size} to {ranks} ranks"
+            refusal = await life.carry_out(
+                Rebuild(
+                    Resizing(ranks, says),
+                    _MOVING,
+                    functools.partial(pool_ranks.resize, wanted),
+                    says=says,
+                    ranks_leave=True,
+                    reserve=reserve,
+                    size_before=before,
+                )
+            )
         if pool_ranks.config is not wanted:
             assert refusal is not None
             raise type(refusal)(f"not resized, the pool has {pool_ranks.config.layout.world_size} ranks: {refusal}")
         return wanted
 
-    async def _go_back(self, before: RankConfig, refusal: ExpertPoolError) -> None:
-        """Ranks of another size did not come up, for whatever reason (memory, say, which ends them like any fault):
-        go on with the size that worked. What fails there follows the rules of recovery."""
-        life = self._life
-        life.note(f"the other size did not start, going back to {before.layout.world_size} ranks: {refusal}")
-        try:
-            life.end_ranks()
-            async for facts in life.pool_ranks.return_to(before):
-                life.note(facts)
-            async for line in life.build():
-                life.note(line)
-        except ExpertPoolError as error:
-            life.enter(DriverState.RECOVERING)
-            await life.recover(error)
-        except Exception as bug:
-            await self._give_up(bug, has_begun=True)
-
-    async def _give_up(self, bug: Exception, has_begun: bool) -> None:
-        """Nothing is known of ranks that were being moved: a pool that has left its places ends, with the reason.
-
-        Raises:
-            RankError: always.
+    def _require_size(self, before: RankConfig) -> None:
         """
-        error = _bug(bug)
-        if has_begun and self._life.state is DriverState.RESIZING:
-            await self._life.fail(error)
-        raise error from bug
+        Raises:
+            ExpertPoolError: the pool does not serve any more, or has not the size any more, that a resize began with.
+        """
+        if self._life.state is DriverState.RESIZING:
+            # What was free may be what the other move has just left, and is about to take elsewhere.
+            raise RankError("its ranks are being moved off a node that goes away: resize the pool again after that")
+        self._life.require(DriverState.READY)
+        if (now := self._pool_ranks.config) is not before:
+            raise RankError(f"the pool has {now.layout.world_size} ranks by now: resize it again")
 
     async def _leave_nodes(self, deadlines: dict[str, float]) -> RankConfig:
         """Other places for the ranks on these nodes while they serve, if there are any; then all ranks begin there.
@@ -165,7 +139,7 @@ class RankMoves:
         Args:
             deadlines: of nodes by id, in seconds since the epoch.
         """
-        life, pool_ranks, rank_set = self._life, self._life.pool_ranks, self._life.rank_set
+        life, pool_ranks, rank_set = self._life, self._pool_ranks, self._pool_ranks.rank_set
         left_s = min(deadlines.values()) - time.time()
         leaving = [place for place in rank_set.places if place.node_id in deadlines]
         hosts = ", ".join(sorted({f"{place.address} ({place.node_id[:8]})" for place in leaving}))
@@ -174,11 +148,9 @@ class RankMoves:
         # Where all ranks have to be in one domain, the ones that leave take the others along.
         num_places = len(leaving) if self._pool.placement.domain_label is None else len(rank_set.places)
         life.note(f"{why}: looking for {num_places} other places")
-        reserve = pool_ranks.places_for(num_places, max(left_s - _LEAVE_S, left_s / 2, 1.0))
-        has_begun = False
-        try:
+        with pool_ranks.reserved(num_places, max(left_s - _LEAVE_S, left_s / 2, 1.0)) as reserve:
             has_room = await self._wait_for(reserve, why)
-            if life.rank_set is not rank_set:
+            if pool_ranks.rank_set is not rank_set:
                 return pool_ranks.config  # others by now, which are looked at again
             if not has_room and not await asyncio.to_thread(self._may_shrink_by, len(leaving)):
                 self._stays_on.update(deadlines)
@@ -187,33 +159,20 @@ class RankMoves:
                 )
                 return pool_ranks.config
             life.require(DriverState.READY)
-            life.enter(DriverState.RESIZING)
-            has_begun = True
-            life.note(f"{why}: moving the ranks")
-            await life.leave_for_good()
-            await asyncio.to_thread(reserve.release)
-            try:
-                async for facts in pool_ranks.place_anew(None if has_room else AT_ONCE_S):
-                    life.note(facts)
-            except PlacementError as error:  # others were faster: a pool that served is not given up for that
-                life.note(f"{error}; looking again")
-                async for facts in pool_ranks.place_anew():
-                    life.note(facts)
-            async for line in life.build():
-                life.note(line)
-        except ExpertPoolError as error:
-            if not has_begun or life.state is not DriverState.RESIZING:
-                raise
-            life.enter(DriverState.RECOVERING)
-            await life.recover(error)
-        except Exception as bug:
-            await self._give_up(bug, has_begun)
-        finally:
-            reserve.release()
+            await life.carry_out(
+                Rebuild(
+                    Resizing(pool_ranks.config.layout.world_size, why),
+                    _MOVING,
+                    functools.partial(pool_ranks.place_elsewhere, None if has_room else AT_ONCE_S),
+                    says=f"{why}: moving the ranks",
+                    ranks_leave=True,
+                    reserve=reserve,
+                )
+            )
         return pool_ranks.config
 
     def _may_shrink_by(self, leaving: int) -> bool:
-        config = self._life.pool_ranks.config
+        config = self._pool_ranks.config
         left = config.layout.world_size - leaving
         return self._pool.min_ranks is not None and bool(working_sizes(self._pool, config, left))
 
@@ -224,7 +183,3 @@ class RankMoves:
         except PlacementError:
             return False
         return True
-
-
-def _bug(bug: Exception) -> RankError:
-    return RankError(f"moving the ranks failed: {type(bug).__name__}: {bug}")

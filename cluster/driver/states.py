@@ -1,6 +1,9 @@
-"""The states of a driver, and which may follow which."""
+"""The states of a driver, what belongs to each, and which may follow which."""
 
 import enum
+from dataclasses import dataclass
+
+from ...dispatch.errors import ExpertPoolError
 
 
 class DriverState(enum.Enum):
@@ -18,6 +21,51 @@ class DriverState(enum.Enum):
     FAILED = "failed"
 
 
+@dataclass(frozen=True)
+class Recovering:
+    """Ranks have ended, or their driver has, and others are to start.
+
+    Attributes:
+        cause: what happened; `None` while that is being found out.
+    """
+
+    cause: ExpertPoolError | None
+
+
+@dataclass(frozen=True)
+class Resizing:
+    """Ranks that served are replaced by as many as asked for, or by as many elsewhere.
+
+    Attributes:
+        ranks: how many are to run then.
+        why: for people.
+    """
+
+    ranks: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """It is over.
+
+    Attributes:
+        error: for those who wait, those who come, and in `status`.
+    """
+
+    error: ExpertPoolError
+
+
+State = DriverState | Recovering | Resizing | Failed
+"""A state that has nothing to say is its name."""
+
+_NAMES = {Recovering: DriverState.RECOVERING, Resizing: DriverState.RESIZING, Failed: DriverState.FAILED}
+
+
+def name_of(state: State) -> DriverState:
+    return state if isinstance(state, DriverState) else _NAMES[type(state)]
+
+
 _FOLLOWS = {
     DriverState.CREATED: {DriverState.PLACING, DriverState.RECOVERING},
     DriverState.PLACING: {DriverState.STARTING},
@@ -26,8 +74,9 @@ _FOLLOWS = {
     DriverState.LOADING: {DriverState.CAPTURING},
     DriverState.CAPTURING: {DriverState.READY},
     DriverState.READY: {DriverState.CAPTURING, DriverState.RECOVERING, DriverState.RESIZING},
-    DriverState.RECOVERING: {DriverState.READY},
-    DriverState.RESIZING: {DriverState.READY, DriverState.RECOVERING},
+    # Again: for another cause, or for another size.
+    DriverState.RECOVERING: {DriverState.READY, DriverState.RECOVERING},
+    DriverState.RESIZING: {DriverState.READY, DriverState.RECOVERING, DriverState.RESIZING},
     DriverState.STOPPING: {DriverState.STOPPED},
     DriverState.STOPPED: set(),
     DriverState.FAILED: set(),

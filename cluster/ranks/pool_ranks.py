@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -56,9 +56,11 @@ class PoolRanks:
         async for facts in self._placement.acquire():
             yield facts
 
-    async def forget_places(self) -> None:
-        """What a process before this one of the same driver actor asked for is given back."""
+    async def begin_anew(self) -> AsyncIterator[str]:
+        """Give back what a process before this one of the same driver actor asked for; then as `place_anew`."""
         await asyncio.to_thread(remove_own_groups)
+        async for facts in self.place_anew():
+            yield facts
 
     async def place_anew(self, timeout_s: float | None = None) -> AsyncIterator[str]:
         """Give all places back and look for others; with too few, for fewer ranks if `min_ranks` allows.
@@ -95,21 +97,25 @@ class PoolRanks:
             async for facts in self._move_to(resized(self._pool, self.config, smaller)):
                 yield facts
 
-    async def move(self, wanted: RankConfig, note: Callable[[str], None]) -> PlacementError | None:
-        """Places for another size, or else for the one before; returns why. No rank may be left in the old ones.
+    async def place_elsewhere(self, timeout_s: float | None) -> AsyncIterator[str]:
+        """As `place_anew`; where others were faster it looks again, for as long as the setting says: a pool that served
+        is not given up for that."""
+        try:
+            async for facts in self.place_anew(timeout_s):
+                yield facts
+        except PlacementError as error:
+            yield f"{error}; looking again"
+            async for facts in self.place_anew():
+                yield facts
+
+    async def resize(self, wanted: RankConfig) -> AsyncIterator[str]:
+        """Places for another size. No rank may be left in the old ones.
 
         Raises:
-            PlacementError: there are no places for the size before either.
+            PlacementError: there are not enough; the size stays, and has no places.
         """
-        before = self.config
-        try:
-            async for facts in self._move_to(wanted):
-                note(facts)
-        except PlacementError as error:
-            async for facts in self.return_to(before):
-                note(facts)
-            return error
-        return None
+        async for facts in self._move_to(wanted):
+            yield facts
 
     async def return_to(self, before: RankConfig) -> AsyncIterator[str]:
         """Places for a size that the pool had, or for fewer ranks if `min_ranks` allows.
@@ -139,6 +145,7 @@ class PoolRanks:
         yield f"loading {self.config.spec.path} on {len({place.node_id for place in self.rank_set.places})} node(s)"
         loads: list[LoadReport] = await self.rank_set.call("load", collective=True)
         await self._weights.require_same(loads)
+        await self._weights.look_at_disk(self.rank_set.actors, self.rank_set.places)
         # Whoever asks for the status has no use for a line about every file from every rank.
         self.loads = tuple(msgspec.structs.replace(load, files=()) for load in loads)
         for line in self.loads[0].experts:
@@ -169,9 +176,22 @@ class PoolRanks:
         limit = placement.timeout_s if timeout_s is None or is_setting else timeout_s
         return Placement(ranks, self._pool.bundle, limit, placement.domain_label, is_setting)
 
+    @contextlib.contextmanager
+    def reserved(self, ranks: int, timeout_s: float | None = None) -> Iterator[Placement]:
+        """`places_for` so many; what is still held at the end is given back."""
+        reserve = self.places_for(ranks, timeout_s)
+        try:
+            yield reserve
+        finally:
+            reserve.release()
+
     async def release(self) -> None:
         """Give all places back, or withdraw the request for them."""
         await asyncio.to_thread(self._placement.release)
+
+    async def require_weights_in_place(self) -> None:
+        """Before the present ranks leave for others; see `WeightsRecord.require_same_on_disk`."""
+        await self._weights.require_same_on_disk(self.rank_set.actors, self.rank_set.places)
 
     async def forget_weights(self) -> None:
         """The pool is shut down; see `WeightsRecord.forget`."""

@@ -142,13 +142,28 @@ def test_a_size_whose_ranks_end_while_they_start_is_given_up_for_the_one_that_wo
 
 @pytest.mark.long
 def test_a_pool_of_another_size_does_not_go_on_with_other_weights(left, random_models, tmp_path):
-    """Experts are divided otherwise by then; nor does it go back, where ranks would read the same files."""
+    """Experts are divided otherwise by then. What is found beforehand gives nothing up; files that are replaced while
+    the pool is on its way end it, for it cannot go back either, where ranks would read the same files."""
     folder = Path(shutil.copytree(random_models["qwen3_moe"], tmp_path / "model"))
     prompts, sampling = [[5, 17, index] for index in range(6)], SamplingParams(max_new_tokens=300, ignore_eos=True)
-    with ExpertPool.launch(config_of(str(folder), 2)) as pool, ThreadPoolExecutor(1) as threads:
+    first = SamplingParams(max_new_tokens=1)
+
+    def on_line(line: str) -> None:
+        if line == "resizing from 4 to 2 ranks":
+            replace_weights(folder)
+
+    with ExpertPool.launch(config_of(str(folder), 2), report=on_line) as pool, ThreadPoolExecutor(1) as threads:
         pool.resize(4)
-        completions = pool.generate(prompts, sampling)
+        before = pool.status().places
         name = replace_weights(folder)
+        with pytest.raises(CheckpointError, match=r"weights were replaced since the pool began, as rank 0 on .* finds"):
+            pool.resize(2)
+        status = pool.status()
+        assert (status.state, status.places) == ("ready", before)
+        shutil.copy(Path(random_models["qwen3_moe"]) / name, folder / name)
+
+        completions = pool.generate(prompts, [first, *[sampling] * 5])
+        assert next(completions).index == 0
         resizing = threads.submit(pool.resize, 2)
         said = rf"weights were replaced since the pool began: {name} "
         with pytest.raises(CheckpointError, match=said):

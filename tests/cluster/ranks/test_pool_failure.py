@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 import ray
@@ -27,8 +28,8 @@ from expert_pool.cluster import (
 )
 from expert_pool.cluster.cli.commands import main
 from expert_pool.cluster.driver.lifecycle import Lifecycle
-from expert_pool.cluster.driver.moves import RankMoves
-from expert_pool.cluster.driver.states import DriverState
+from expert_pool.cluster.driver.rebuild import Rebuild
+from expert_pool.cluster.driver.states import DriverState, Resizing
 from expert_pool.cluster.planning.validation import validate
 from expert_pool.cluster.ranks.pool_ranks import PoolRanks
 from expert_pool.workers.rank_config import RankConfig
@@ -272,10 +273,19 @@ def test_a_bug_on_the_way_back_from_a_resize_ends_the_pool(random_models):
 
     async def go_back() -> None:
         life = Lifecycle(validate(config), config, {})
-        life.state = DriverState.RESIZING
+        for state in ("PLACING", "STARTING", "LOADING", "CAPTURING", "READY"):
+            life.enter(DriverState[state])
+        before = life.pool_ranks.config
+
+        async def other_size() -> AsyncIterator[str]:
+            life.pool_ranks.config = msgspec.structs.replace(before)
+            yield "1 of 2 bundles placed"
+            raise ConfigError("the other size cannot work")
+
         life.pool_ranks.return_to = no_way_back
         with pytest.raises(RankError, match=r"^moving the ranks failed: ValueError: odd$") as raised:
-            await RankMoves(life, config)._go_back(life.pool_ranks.config, ConfigError("the other size cannot work"))
+            await life.carry_out(Rebuild(Resizing(2, "more"), "moving the ranks", other_size, size_before=before))
+        assert life.notice == "the other size did not start, going back to 1 ranks: the other size cannot work"
         assert (life.state, life.failure) == (DriverState.FAILED, raised.value)
 
     asyncio.run(go_back())

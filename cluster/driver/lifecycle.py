@@ -8,7 +8,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
 from ...dispatch.errors import ExpertPoolError, PlacementError, RankError
@@ -157,20 +157,31 @@ class Lifecycle:
             raise RankError("the pool was shut down while it started")
         before = rebuild.size_before
         if before is not None and self.state is DriverState.RESIZING:
-            has_begun = self.pool_ranks.config is not before
-            if has_begun or isinstance(error, PlacementError):
-                return rebuild.back(functools.partial(self.pool_ranks.return_to, before), error, has_begun)
+            begun = None if self.pool_ranks.config is before else self.pool_ranks.config
+            if begun is not None or isinstance(error, PlacementError):
+                return rebuild.back(functools.partial(self.pool_ranks.return_to, before), error, begun)
+        if rebuild.given_up is not None and isinstance(error, PlacementError):
+            # Others have the places that a smaller size gave back: what did not start is all that there may be.
+            begun, why = rebuild.given_up
+            self.note(f"{error}; looking for places for {begun.layout.world_size} ranks again")
+            return await self._recovery(why, places=functools.partial(self.pool_ranks.return_to, begun))
         if not is_bug and (not rebuild.is_first or self.rank_set.has_lost_a_process):
             return await self._recovery(error, rebuild)
         await self.fail(error)
         raise self.failure or error
 
-    async def _recovery(self, error: ExpertPoolError, failed: Rebuild | None = None) -> Rebuild:
+    async def _recovery(
+        self,
+        error: ExpertPoolError,
+        failed: Rebuild | None = None,
+        places: Callable[[], AsyncIterator[str]] | None = None,
+    ) -> Rebuild:
         """What the rules of recovery have follow a failure.
 
         Args:
             error: the failure.
             failed: the rebuild that it ended, if it was one.
+            places: where there are others than those that the pool had.
 
         Raises:
             ExpertPoolError: nothing follows: the pool has failed with this.
@@ -185,7 +196,9 @@ class Lifecycle:
             raise
         self.collector.measure(self._metrics.restarted)
         says = self.restarts.announce(restart)
-        return Rebuild(Recovering(error), "the recovery", self.pool_ranks.regain, says=says, pause_s=restart.delay_s)
+        return Rebuild(
+            Recovering(error), "the recovery", places or self.pool_ranks.regain, says=says, pause_s=restart.delay_s
+        )
 
     async def build(self) -> AsyncIterator[str]:
         """New ranks in the places there are, which go on with every unfinished request."""

@@ -27,6 +27,7 @@ class Rebuild:
         reserve: places that are held for it until no rank is left.
         pause_s: before places are looked for.
         size_before: what to go back to where another size has no places, or does not come up.
+        given_up: the size that had places and did not come up, and why; it is tried again where this one has none.
     """
 
     state: State
@@ -38,19 +39,23 @@ class Rebuild:
     reserve: Placement | None = None
     pause_s: float = 0.0
     size_before: RankConfig | None = None
+    given_up: tuple[RankConfig, ExpertPoolError] | None = None
 
-    def back(self, places: Callable[[], AsyncIterator[str]], error: ExpertPoolError, has_begun: bool) -> "Rebuild":
+    def back(
+        self, places: Callable[[], AsyncIterator[str]], error: ExpertPoolError, begun: RankConfig | None
+    ) -> "Rebuild":
         """From another size to the one before.
 
         Args:
             places: for that.
             error: why.
-            has_begun: whether ranks of the other size had places.
+            begun: the other size, where its ranks had places.
         """
         assert self.size_before is not None
         ranks = self.size_before.layout.world_size
-        says = f"the other size did not start, going back to {ranks} ranks: {error}" if has_begun else ""
-        return Rebuild(Resizing(ranks, str(error)), self.doing, places, says)
+        says = f"the other size did not start, going back to {ranks} ranks: {error}" if begun else ""
+        given_up = None if begun is None else (begun, error)
+        return Rebuild(Resizing(ranks, str(error)), self.doing, places, says, given_up=given_up)
 
     def error_of(self, bug: BaseException) -> ExpertPoolError:
         """What to say of an error that nobody foresaw."""

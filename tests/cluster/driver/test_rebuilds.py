@@ -22,6 +22,7 @@ from expert_pool.cluster.driver.lifecycle import Lifecycle
 from expert_pool.cluster.driver.rebuild import Rebuild
 from expert_pool.cluster.driver.states import DriverState, Failed, Recovering, Resizing, State, name_of
 from expert_pool.cluster.planning.validation import validate
+from expert_pool.workers.rank_config import RankConfig
 
 FINE = None
 DIED, RAISED = RankError("rank 1 died"), RankError("rank 1 failed while loading: ValueError: odd")
@@ -59,8 +60,8 @@ class ScriptedLife(Lifecycle):
             yield line
         self.pool_ranks.config = msgspec.structs.replace(self.before)
 
-    async def look_for_the_size_before(self, before: object) -> AsyncIterator[str]:
-        self.pool_ranks.config = self.before
+    async def look_for_the_size_before(self, before: RankConfig) -> AsyncIterator[str]:
+        self.pool_ranks.config = before
         async for line in self.look():
             yield line
 
@@ -138,6 +139,20 @@ def leave_node(life: ScriptedLife) -> Rebuild:
 
 def recovery(life: ScriptedLife) -> Rebuild:
     return Rebuild(Recovering(DIED), "the recovery", life.look)
+
+
+def test_a_size_that_did_not_start_is_tried_again_where_others_have_the_places_of_the_size_before(scripted):
+    life = scripted(places=(FINE, NOWHERE, FINE), ranks=(DIED, FINE))
+    assert carried_out(life, resize(life)) is DIED
+    assert life.names() == ["resizing", "resizing", "recovering", "ready"]
+    assert life.pool_ranks.config is not life.before, "it has the other size now"
+    assert any("restarting" in line for line in life.said)
+
+
+def test_a_size_that_would_fail_again_is_not_tried_again(scripted):
+    life = scripted(places=(FINE, NOWHERE), ranks=(DISAGREE,))
+    assert carried_out(life, resize(life)) is DISAGREE
+    assert life.names() == ["resizing", "resizing", "failed"]
 
 
 def test_a_first_start_goes_through_its_stages(scripted):
@@ -254,9 +269,11 @@ def test_ranks_that_fail_at_the_size_before_are_recovered_from(scripted):
 
 
 def test_the_size_before_has_no_places_either_and_the_pool_is_over(scripted):
-    life = scripted(places=(FINE, NOWHERE), ranks=(RAISED,))
-    assert carried_out(life, resize(life)) is NOWHERE
-    assert life.names() == ["resizing", "resizing", "failed"]
+    life = scripted(places=(FINE, NOWHERE, NOWHERE), ranks=(RAISED,))
+    error = carried_out(life, resize(life))
+    assert type(error) is PlacementError
+    assert str(error).startswith(f"{NOWHERE}. The pool was restarted 1 times")
+    assert life.names() == ["resizing", "resizing", "recovering", "failed"]
 
 
 def test_ranks_that_fail_off_their_node_are_recovered_from_and_other_errors_are_not(scripted):

@@ -20,6 +20,7 @@ from expert_pool.workers.agreement import StateReader
 from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.scheduling.scheduler import BatchKind
 from expert_pool.workers.step_plan import EAGER_NO_GRAPHS, EAGER_TOO_LARGE, Proposal, choose_graph, derive_plan
+from handle import agreement_of, scheduler_of
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_ranks import run_on_ranks
@@ -232,7 +233,7 @@ def test_differences_name_every_field_with_each_holder_and_its_value():
 
 
 def plans_of_a_generation(engine: Any) -> list[Any]:
-    agreement, plans = engine.loaded.loop._agreement, []
+    agreement, plans = agreement_of(engine), []
     agree = agreement.agree
 
     def agree_and_note(*arguments: Any) -> Any:
@@ -252,7 +253,7 @@ def test_ranks_that_run_hold_equal_plans_at_every_step(random_models):
 
 def what_a_rank_says_that_dropped_another_request(engine: Any) -> str:
     """Each rank ends one of three requests, as if it had found a stop text in it, and not the same one."""
-    scheduler, calls = engine.loaded.loop._scheduler, itertools.count()
+    scheduler, calls = scheduler_of(engine), itertools.count()
     schedule = scheduler.schedule
 
     def drop_one_and_schedule() -> Any:

@@ -275,7 +275,7 @@ def test_a_bug_on_the_way_back_from_a_resize_ends_the_pool(random_models):
         life.state = DriverState.RESIZING
         life.pool_ranks.return_to = no_way_back
         with pytest.raises(RankError, match=r"^moving the ranks failed: ValueError: odd$") as raised:
-            await RankMoves(life, config)._go_back(life.pool_ranks.config, ConfigError("the other size cannot work"))
+            await go_back(RankMoves(life, config), life.pool_ranks.config, ConfigError("the other size cannot work"))
         assert (life.state, life.failure) == (DriverState.FAILED, raised.value)
 
     asyncio.run(go_back())

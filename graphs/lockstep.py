@@ -30,13 +30,11 @@ class LockstepRank:
 
     Attributes:
         mode: whether this rank is capturing.
-        last_failure: why the driver gave the last capture up; `None` after one that was committed.
     """
 
     def __init__(self, rank: int, runners: Mapping[str, GraphRunner], can_record: Callable[[CaptureEntry], str | None]):
         self.mode = CaptureMode()
         self.runners = dict(runners)
-        self.last_failure: str | None = None
         self._rank = rank
         self._can_record = can_record
         self._recorded: dict[CaptureEntry, RecordedGeometry] = {}
@@ -104,14 +102,12 @@ class LockstepRank:
                 f"missing: {', '.join(missing) or 'none'}"
             )
         self.commit_plan(plan)
-        self.last_failure = None
         return self.committed_digest
 
     def fail(self, message: str) -> None:
         """The driver gives the capture up: leave capture mode, hold no graphs, and raise on this rank too."""
         self.mode.clear()
         self.discard()
-        self.last_failure = message
         raise GeometryError(message)
 
     def discard(self) -> None:

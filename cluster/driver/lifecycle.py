@@ -25,7 +25,6 @@ from .states import DriverState, may_follow
 
 logger = logging.getLogger(__name__)
 
-DELIVERING = (DriverState.READY, DriverState.CAPTURING)
 _REBUILDING = (DriverState.RECOVERING, DriverState.RESIZING)
 _OVER = (DriverState.STOPPING, DriverState.STOPPED)
 _STOP_S = 10.0
@@ -167,7 +166,7 @@ class Lifecycle:
 
     def hand_out(self) -> None:
         """Requests that may go to ranks go there, if ranks run."""
-        if self.state not in DELIVERING:
+        if self.state is not DriverState.READY:
             return
         assigned = self.ledger.assign()
         if assigned:
@@ -175,7 +174,7 @@ class Lifecycle:
 
     def abort(self, keys: Mapping[int, list[int]]) -> None:
         """Nobody waits for these requests of each DP rank any more."""
-        if keys and self.state in DELIVERING:
+        if keys and self.state is DriverState.READY:
             self.rank_set.deliver({dp_rank: Intake(aborts=tuple(some)) for dp_rank, some in keys.items()})
             self.hand_out()
 

@@ -25,7 +25,7 @@ _FOLLOWS = {
     DriverState.PREPARING: {DriverState.LOADING},
     DriverState.LOADING: {DriverState.CAPTURING},
     DriverState.CAPTURING: {DriverState.READY},
-    DriverState.READY: {DriverState.CAPTURING, DriverState.RECOVERING, DriverState.RESIZING},
+    DriverState.READY: {DriverState.RECOVERING, DriverState.RESIZING},
     DriverState.RECOVERING: {DriverState.READY},
     DriverState.RESIZING: {DriverState.READY, DriverState.RECOVERING},
     DriverState.STOPPING: {DriverState.STOPPED},

@@ -330,29 +330,6 @@ def hangs_inside(engine: RankEngine, stage: str, seconds: float) -> AbstractCont
     return replaced(engine.graphs, stage, lambda *_: time.sleep(seconds))
 
 
-@contextmanager
-def during_capture(engine: RankEngine, fault: Fault, *args: Any) -> Iterator[None]:
-    """The fault exists from the first call of the capture protocol to its last, and not in the step loop around it."""
-    graphs, opened = engine.graphs, fault(engine, *args)
-    fail, commit = graphs.fail, graphs.commit
-
-    def agree(plan: CapturePlan) -> Any:
-        del graphs.agree
-        opened.__enter__()
-        return graphs.agree(plan)
-
-    def closing(last: Callable[..., Any]) -> Callable[..., Any]:
-        def close_and_call(argument: Any) -> Any:
-            opened.__exit__(None, None, None)
-            return last(argument)
-
-        return close_and_call
-
-    graphs.agree = agree
-    with replaced(graphs, "fail", closing(fail)), replaced(graphs, "commit", closing(commit)):
-        yield
-
-
 def inject(engine: RankEngine, fault: Fault, *args: Any) -> None:
     """Open a fault and keep it open, until `undo`; for calls from outside the rank's process."""
     engine.open_fault = fault(engine, *args)

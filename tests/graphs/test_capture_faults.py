@@ -123,7 +123,7 @@ def failed_capture(rank_set: ForkedRanks, kind: type[ExpertPoolError]) -> str:
 
 def capture_state(engine: RankEngine) -> tuple[int, int]:
     """Captures still open, and graphs held."""
-    return engine.graphs.mode.depth, len(engine.graphs.committed.entries)
+    return engine.graphs.capture_depth, len(engine.graphs.committed.entries)
 
 
 def assert_generates(rank_set: ForkedRanks, reference: Any) -> None:

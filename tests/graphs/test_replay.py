@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig
 from expert_pool.dispatch.budgets.geometry import StepGeometry
-from expert_pool.graphs.kinds import KINDS
+from expert_pool.dispatch.budgets.step_kinds import KINDS
 from expert_pool.graphs.plan import CaptureEntry, plan_captures
 from expert_pool.workers.attention.kv_cache import PADDING_BLOCK
 from expert_pool.workers.engine import RankEngine

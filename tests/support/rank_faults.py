@@ -171,18 +171,18 @@ def one_collective_more(engine: RankEngine) -> Iterator[None]:
 
 @contextmanager
 def capture_mode_left_on(engine: RankEngine) -> Iterator[None]:
-    engine.graphs.mode.enter("a capture that was never left")
+    engine.graphs.capture_depth += 1
     yield
-    engine.graphs.mode.clear()
+    engine.graphs.capture_depth = 0
 
 
 @contextmanager
 def capture_mode_entered_twice(engine: RankEngine) -> Iterator[None]:
     """After the rehearsal, so that only the recording shows it."""
-    begin, mode = engine.graphs.begin, engine.graphs.mode
+    begin, graphs = engine.graphs.begin, engine.graphs
 
     def begin_twice() -> None:
-        mode.enter("an outer capture")
+        graphs.capture_depth += 1
         begin()
 
     with replaced(engine.graphs, "begin", begin_twice):

@@ -12,6 +12,7 @@ from expert_pool.cluster import GeometryError, Limits, PoolConfig
 from expert_pool.cluster.config import resolve
 from expert_pool.dispatch.budgets.geometry import PaddingMode
 from expert_pool.dispatch.budgets.layout import Layout
+from expert_pool.dispatch.budgets.step_kinds import KINDS
 from expert_pool.dispatch.paths.held import HeldAlike
 from expert_pool.graphs.lockstep import LockstepRank
 from expert_pool.graphs.plan import CaptureEntry, CapturePlan, plan_captures
@@ -113,6 +114,19 @@ def test_one_graph_for_all_or_the_reason_why_none(kinds, counts, graphs, expecte
     assert (graph is None) != (reason is None)
 
 
+def test_a_kind_that_serves_no_step_is_recorded_and_never_replayed():
+    """So a pool that is asked for drafts runs as one without them."""
+    asked = Limits(max_running_requests=8, speculative_algorithm="EAGLE", speculative_num_draft_tokens=3)
+    graphs = plan_captures(asked)
+    without = graphs.without({entry for entry in graphs.entries if KINDS[entry.kind].serves})
+    assert {"target_verify", "eagle_draft", "eagle_draft_extend"} == {entry.kind for entry in without.entries}
+    for kinds, expected in (([DECODE, IDLE], "decode"), ([PREFILL, DECODE], "piecewise")):
+        replayed, _ = choose_graph(kinds, (3, 1), graphs)
+        assert replayed is not None
+        assert replayed.kind == expected
+        assert choose_graph(kinds, (3, 1), without) == (None, EAGER_NO_GRAPHS)
+
+
 def test_a_step_above_the_capacity_is_refused():
     with pytest.raises(GeometryError, match="rank 1 would dispatch 65 rows, above the capacity of 64"):
         derive_plan([proposal(DECODE, 1), proposal(PREFILL, 65)], Layout(2), CAPACITY, GRAPHS)
@@ -190,7 +204,7 @@ CHANGES = {
     ),
     "capacity": (partial(Holder.change, name="capacity", value=63), "capacity differs (rank 0: 64, rank 1: 63)"),
     "capture_mode": (
-        lambda holder: holder.graphs.mode.enter("someone"),
+        lambda holder: setattr(holder.graphs, "capture_depth", 1),
         "capture_depth differs (rank 0: 0, rank 1: 1)",
     ),
     "graphs": (

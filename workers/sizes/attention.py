@@ -5,7 +5,7 @@ All from configuration: the memory check counts the graphs that ranks record.
 
 from collections.abc import Sequence
 
-from ...graphs.kinds import PLANNED_ON_GPUS
+from ...dispatch.budgets.step_kinds import KINDS
 from ...graphs.plan import CaptureEntry, plan_captures
 from ..model.spec import AttentionShape
 from ..rank_config import RankConfig
@@ -51,7 +51,7 @@ def recorded_entries(config: RankConfig) -> list[CaptureEntry]:
 
 def planned_refusal(entry: CaptureEntry) -> str | None:
     """Why a kind of step has no graph with FlashInfer's attention; `None` where it has."""
-    if entry.kind in PLANNED_ON_GPUS:
+    if KINDS[entry.kind].serves is not None:
         return None
     return f"records no {entry.kind} graphs on GPUs: their attention is not planned for graphs yet"
 
@@ -63,7 +63,7 @@ def gathered_refusal(entry: CaptureEntry, request_bytes: int) -> str | None:
         entry: which graph.
         request_bytes: what one request gathers; see `gathered_bytes`.
     """
-    if entry.kind != "decode":
+    if KINDS[entry.kind].serves != "decode":
         return f"records no {entry.kind} graphs on GPUs: their attention runs in PyTorch, request by request"
     needed = entry.bucket * request_bytes
     if needed > GATHER_BYTES:

@@ -11,13 +11,10 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ..dispatch.errors import GeometryError
-from .capture_mode import CaptureMode
 from .plan import CaptureEntry, CapturePlan
 from .record import RecordedGeometry
 from .report import AgreeReply, GraphReport, GraphUse
 from .runner import GraphRunner
-
-CAPTURE_OWNER = "driver"
 
 
 class LockstepRank:
@@ -29,14 +26,13 @@ class LockstepRank:
         can_record: whether this rank's means (KV slots, workspace, memory) allow an entry; the reason if not.
 
     Attributes:
-        mode: whether this rank is capturing.
-        last_failure: why the driver gave the last capture up; `None` after one that was committed.
+        capture_depth: captures under way, of which the driver opens and closes one at a time: 1 while graphs are
+            recorded, 0 for every step.
     """
 
     def __init__(self, rank: int, runners: Mapping[str, GraphRunner], can_record: Callable[[CaptureEntry], str | None]):
-        self.mode = CaptureMode()
+        self.capture_depth = 0
         self.runners = dict(runners)
-        self.last_failure: str | None = None
         self._rank = rank
         self._can_record = can_record
         self._recorded: dict[CaptureEntry, RecordedGeometry] = {}
@@ -52,12 +48,12 @@ class LockstepRank:
     @torch.inference_mode()
     def rehearse(self, plan: CapturePlan) -> tuple[RecordedGeometry, ...]:
         """What a recording of each entry would freeze, one capture deeper than now; sends nothing."""
-        return tuple(self.runners[entry.kind].rehearse(entry, self.mode.depth + 1) for entry in plan.entries)
+        return tuple(self.runners[entry.kind].rehearse(entry, self.capture_depth + 1) for entry in plan.entries)
 
     def begin(self) -> None:
         """Enter capture mode, and forget the graphs of before."""
         self.discard()
-        self.mode.enter(CAPTURE_OWNER)
+        self.capture_depth += 1
 
     @torch.inference_mode()
     def warm_up(self, entry: CaptureEntry) -> None:
@@ -74,7 +70,7 @@ class LockstepRank:
         """
         self._require_capture(entry)
         try:
-            frozen = self.runners[entry.kind].record(entry, self.mode.depth)
+            frozen = self.runners[entry.kind].record(entry, self.capture_depth)
         except GeometryError as error:
             raise GeometryError(f"rank {self._rank} cannot record {entry}: {error}") from error
         self._recorded[entry] = frozen
@@ -87,13 +83,13 @@ class LockstepRank:
             GeometryError: another capture is still open, also where it is on every rank alike: what was recorded then
                 is of a depth that no step has.
         """
-        self.mode.leave(CAPTURE_OWNER)
-        if self.mode.is_on:
+        self.capture_depth -= 1
+        if self.capture_depth:
             raise GeometryError(
-                f"rank {self._rank} is {self.mode.depth} deep in capture mode after the last recording, and has to be "
-                "out of it"
+                f"rank {self._rank} is {self.capture_depth} deep in capture mode after the last recording, and has to "
+                "be out of it"
             )
-        return self.mode.depth
+        return self.capture_depth
 
     def commit(self, plan: CapturePlan) -> int:
         """Use exactly the graphs of this plan from now on; returns the digest of what is held."""
@@ -104,14 +100,12 @@ class LockstepRank:
                 f"missing: {', '.join(missing) or 'none'}"
             )
         self.commit_plan(plan)
-        self.last_failure = None
         return self.committed_digest
 
     def fail(self, message: str) -> None:
         """The driver gives the capture up: leave capture mode, hold no graphs, and raise on this rank too."""
-        self.mode.clear()
+        self.capture_depth = 0
         self.discard()
-        self.last_failure = message
         raise GeometryError(message)
 
     def discard(self) -> None:
@@ -148,5 +142,5 @@ class LockstepRank:
         )
 
     def _require_capture(self, entry: CaptureEntry) -> None:
-        if not self.mode.is_on:
+        if not self.capture_depth:
             raise GeometryError(f"rank {self._rank} is asked to record {entry} outside capture mode")

@@ -4,9 +4,8 @@ import zlib
 
 import msgspec
 
-from ..dispatch.budgets.buckets import decode_buckets, piecewise_buckets
 from ..dispatch.budgets.limits import Limits
-from .kinds import KINDS, configured_kinds
+from ..dispatch.budgets.step_kinds import KINDS, recorded_kinds
 
 
 class CaptureEntry(msgspec.Struct, frozen=True, order=True):
@@ -48,16 +47,12 @@ class CapturePlan(msgspec.Struct, frozen=True):
 
 def plan_captures(limits: Limits) -> CapturePlan:
     """The plan that follows from the limits."""
-    entries = []
-    for kind, width in configured_kinds(limits):
-        buckets = piecewise_buckets(limits) if kind.unit == "tokens" else decode_buckets(limits)
-        layers = num_draft_layers(limits) if kind.name == "multi_layer_eagle_draft_extend" else 1
-        entries += [CaptureEntry(kind.name, bucket, width, layer) for bucket in buckets for layer in range(layers)]
+    entries = [
+        CaptureEntry(kind.name, bucket, kind.width(limits), layer)
+        for kind in recorded_kinds(limits)
+        for bucket in kind.buckets(limits)
+        for layer in range(kind.layers(limits))
+    ]
     order = list(KINDS)
     entries.sort(key=lambda e: (KINDS[e.kind].model == "draft", -e.num_tokens, order.index(e.kind), e.layer))
     return CapturePlan(tuple(entries))
-
-
-def num_draft_layers(limits: Limits) -> int:
-    """Draft layers of the multi-layer kind: one a draft step."""
-    return limits.speculative_num_steps or 1

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import torch
 
 from ..dispatch.budgets.geometry import StepGeometry
+from ..dispatch.budgets.step_kinds import StepKind
 from ..dispatch.collective_call import CollectiveCall
 from ..dispatch.errors import GeometryError
 from ..dispatch.moe import MoeExchange
 from .backend import CaptureBackend, RecordedGraph
-from .kinds import GraphKind
 from .plan import CaptureEntry
 from .record import RecordedGeometry
 from .static import StaticBuffers
@@ -57,7 +57,7 @@ class GraphRunner:
         backend: how steps are recorded.
     """
 
-    def __init__(self, kind: GraphKind, model: GraphModel, exchange: MoeExchange, backend: CaptureBackend):
+    def __init__(self, kind: StepKind, model: GraphModel, exchange: MoeExchange, backend: CaptureBackend):
         self.kind = kind
         self.buffers = model.buffers
         self.backend = backend
@@ -75,11 +75,13 @@ class GraphRunner:
     def sizes(self, entry: CaptureEntry) -> dict[str, int]:
         """Rows of the input views: tokens after padding, requests, and rows whose output is due."""
         num_tokens = self.geometry(entry).num_tokens(self._rank)
-        if self.kind.unit == "tokens":
-            num_requests = min(entry.bucket, self._model.max_requests)
-            return {"tokens": num_tokens, "requests": num_requests, "due": num_requests}
-        tables = entry.num_tokens if self.kind.attends_by == "token" else entry.bucket
-        return {"tokens": num_tokens, "requests": tables, "due": entry.num_tokens}
+        most = self._model.max_requests
+        by_request = self.kind.num_requests(entry.bucket, most)
+        return {
+            "tokens": num_tokens,
+            "requests": entry.num_tokens if self.kind.attends_by == "token" else by_request,
+            "due": self.kind.num_due(entry.bucket, entry.tokens_per_request, most),
+        }
 
     def rehearse(self, entry: CaptureEntry, capture_depth: int) -> RecordedGeometry:
         """Run the step's code without sending anything; returns what a recording would freeze."""

@@ -55,13 +55,13 @@ class StateReader:
         self._graphs = graphs
 
     def read(self) -> LocalState:
-        return LocalState(self._config, self._path.held, self._graphs.mode.depth, self._graphs.committed)
+        return LocalState(self._config, self._path.held, self._graphs.capture_depth, self._graphs.committed)
 
     def digest(self) -> int:
         """One number for all of it; equal numbers mean equal states."""
         graphs = self._graphs
         # Configuration and graphs are long, and change rarely: their digests are kept.
-        parts = (self._config_digest, self._path.held, graphs.mode.depth, graphs.committed_digest)
+        parts = (self._config_digest, self._path.held, graphs.capture_depth, graphs.committed_digest)
         return zlib.crc32(msgspec.msgpack.encode(parts))
 
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import psutil
 import torch
 
+from ..dispatch.budgets.step_kinds import KINDS, recorded_kinds
 from ..dispatch.expert_path import ExpertPath
 from ..dispatch.moe import MoeExchange
 from ..graphs.backend import CaptureBackend, StaticReplayBackend
-from ..graphs.kinds import KINDS, configured_kinds
 from ..graphs.lockstep import LockstepRank
 from ..graphs.plan import CaptureEntry
 from ..graphs.runner import GraphModel, GraphRunner
@@ -89,8 +89,8 @@ def activation_bytes(config: RankConfig, entry: CaptureEntry) -> int:
     """
     spec = config.spec
     hidden = max(spec.hidden_size, *(layer.hidden_size for layer in spec.moe))
-    counts_tokens = KINDS[entry.kind].unit == "tokens"
-    num_due = min(entry.bucket, config.limits.max_running_requests) if counts_tokens else entry.num_tokens
+    most = config.limits.max_running_requests
+    num_due = KINDS[entry.kind].num_due(entry.bucket, entry.tokens_per_request, most)
     return entry.num_tokens * 8 * hidden * spec.dtype_bytes + num_due * 4 * spec.vocab_size
 
 
@@ -114,7 +114,7 @@ def make_graphs(
             target.attention.prepare,
             finishes.get(model),
         )
-        for kind, _ in configured_kinds(config.limits):
+        for kind in recorded_kinds(config.limits):
             if kind.model == model:
                 runners[kind.name] = GraphRunner(kind, graph_model, exchange, backend)
     return LockstepRank(exchange.rank, runners, can_record)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ..dispatch.budgets.geometry import StepGeometry
 from ..dispatch.budgets.layout import Layout
+from ..dispatch.budgets.step_kinds import KINDS
 from ..dispatch.errors import GeometryError
 from ..graphs.plan import CaptureEntry, CapturePlan
 from .scheduling.scheduler import BatchKind
@@ -86,21 +87,21 @@ def choose_graph(
     """The one graph that all ranks replay, or why all run eagerly.
 
     It is looked up by the largest count of any rank, not by their sum: every rank, an idle one too, pads to its bucket.
-    A rank that decodes beside one that prefills replays the prefill graph too, with one token a request.
+    A rank that decodes beside one that prefills replays a prefill graph too, with one token a request.
 
     Args:
         kinds: what each DP rank wants to run; at least one is not idle.
         num_tokens_per_dp_rank: tokens of each, 0 when idle.
         graphs: the committed graphs, equal on every rank.
     """
-    name, largest = "piecewise" if BatchKind.PREFILL in kinds else "decode", max(num_tokens_per_dp_rank)
-    candidates = [entry for entry in graphs.entries if entry.kind == name]
+    step, largest = "prefill" if BatchKind.PREFILL in kinds else "decode", max(num_tokens_per_dp_rank)
+    candidates = [entry for entry in graphs.entries if KINDS[entry.kind].serves == step]
     if not candidates:
         return None, EAGER_NO_GRAPHS
-    fitting = [entry for entry in candidates if entry.bucket >= largest]
+    fitting = [entry for entry in candidates if entry.num_tokens >= largest]
     if not fitting:
         return None, EAGER_TOO_LARGE
-    return min(fitting, key=lambda entry: entry.bucket), None
+    return min(fitting, key=lambda entry: entry.num_tokens), None
 
 
 def derive_plan(proposals: list[Proposal], layout: Layout, capacity: int, graphs: CapturePlan) -> StepPlan:

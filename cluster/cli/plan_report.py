@@ -6,8 +6,9 @@ from rich.table import Table
 
 from ...dispatch.budgets.budget import CAPACITY_SETTING, Bound, largest_forward, largest_step, prefill_setting
 from ...dispatch.budgets.capacity import CAPACITY_VARIABLE
-from ...dispatch.budgets.limits import Limits, step_widths
+from ...dispatch.budgets.limits import Limits
 from ...dispatch.budgets.planned_buffer import PlannedBuffer
+from ...dispatch.budgets.step_kinds import KINDS, kinds_of
 from ...dispatch.paths.capacity import capacity_bound, needed_capacity
 from ...dispatch.registry import way_of
 from ...graphs.plan import CaptureEntry, plan_captures
@@ -30,7 +31,7 @@ class PlannedBound(msgspec.Struct, frozen=True):
 
 
 class PlannedGraphs(msgspec.Struct, frozen=True):
-    """Graphs of one kind: buckets ascending, in requests, or in tokens for `piecewise`; once for each draft layer."""
+    """Graphs of one kind: buckets ascending, in requests or in tokens; once for each draft layer."""
 
     kind: str
     tokens_per_request: int
@@ -107,10 +108,10 @@ def _bounds(config: RankConfig, given: Limits) -> tuple[PlannedBound, ...]:
     capacity = capacity_bound(limits, layout, config.dispatch, config.experts)
     if capacity.term == CAPACITY_SETTING and given.max_dispatch_tokens_per_rank is None:
         capacity = Bound(capacity.value, CAPACITY_VARIABLE)
-    widest = max(step_widths(limits), key=lambda width: width.tokens_per_request)
+    widest = max(kinds_of(limits), key=lambda kind: kind.width(limits))
     bounds = [
         ("prefill step", Bound(limits.prefill_tokens_per_step, prefill_setting(limits)), "tokens a batch"),
-        ("tokens per request", Bound(widest.tokens_per_request, widest.kind), "tokens"),
+        ("tokens per request", Bound(widest.width(limits), widest.name), "tokens"),
         ("largest step", largest_step(limits), "tokens a batch"),
         ("largest forward", largest_forward(limits), "tokens a batch"),
         ("capacity", capacity, "rows a rank"),
@@ -208,7 +209,8 @@ def _print_graphs(report: PlanReport, console: Console) -> None:
     if not report.graphs:
         _say(console, "graphs: none")
     for graphs in report.graphs:
-        unit = "tokens" if graphs.kind == "piecewise" else f"requests x {graphs.tokens_per_request} tokens"
+        in_tokens = KINDS[graphs.kind].unit == "tokens"
+        unit = "tokens" if in_tokens else f"requests x {graphs.tokens_per_request} tokens"
         layers = f", each for {graphs.layers} draft layers" if graphs.layers > 1 else ""
         _say(console, f"graphs of {graphs.kind}, in {unit}{layers}: {', '.join(map(str, graphs.buckets))}")
 

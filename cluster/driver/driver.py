@@ -18,7 +18,6 @@ from ..arguments import number_of_ranks
 from ..config import PoolConfig
 from ..observing.metrics import pool_label
 from ..observing.trace_clock import collect_traces
-from ..ranks.capture import CaptureOutcome
 from ..ranks.rank_set import RankSet
 from ..ray_session.ray_internals import num_restarts_of_this_actor
 from ..requests.ledger import PoolEvent, Prompt
@@ -168,33 +167,6 @@ class Driver:
             finally:
                 self._links.drop(caller)
                 self._life.abort(self._life.ledger.close(stream))
-
-    async def recapture(self) -> CaptureOutcome:
-        """Have all ranks leave the loop at a step boundary, record all graphs anew, and go on.
-
-        Where the capture fails without harm to the ranks, the pool goes on without graphs.
-
-        Raises:
-            GeometryError: ranks disagree about a graph.
-            RankError: a rank was lost; the pool has recovered, or has failed.
-        """
-        life = self._life
-        life.require(DriverState.READY)
-        life.enter(DriverState.CAPTURING)
-        try:
-            life.rank_set.deliver({}, leave=True)
-            await life.rank_set.loops_left()
-            await life.pool_ranks.capture()
-            return life.pool_ranks.graphs
-        except ExpertPoolError as error:
-            if life.rank_set.is_broken:
-                life.enter(DriverState.RECOVERING)
-                await asyncio.shield(life.spawn(life.recover(error)))
-            raise
-        finally:
-            if life.state is DriverState.CAPTURING:
-                life.begin_running()
-                life.enter(DriverState.READY)
 
     async def resize(self, ranks: int) -> RankConfig:
         """Go on with another number of ranks; returns what they are built from.

@@ -27,7 +27,6 @@ from .states import DriverState, Failed, Recovering, State, may_follow, name_of
 
 logger = logging.getLogger(__name__)
 
-DELIVERING = (DriverState.READY, DriverState.CAPTURING)
 _REBUILDING = (DriverState.RECOVERING, DriverState.RESIZING)
 _OVER = (DriverState.STOPPING, DriverState.STOPPED)
 _STOP_S = 10.0
@@ -205,16 +204,12 @@ class Lifecycle:
         self.ledger.requeue(self._new_router())
         async for line in self.pool_ranks.start_ranks(self._begin_stage):
             yield line
-        self.begin_running()
+        self.rank_set.begin_loops()
+        self.spawn(self._watch(self.rank_set))
         self.enter(DriverState.READY)
         self.collector.begin(self.rank_set, self.pool_ranks.config)
         self.hand_out()
         yield self.pool_ranks.what_is_ready()
-
-    def begin_running(self) -> None:
-        """Ranks run their loops, and are watched."""
-        self.rank_set.begin_loops()
-        self.spawn(self._watch(self.rank_set))
 
     async def leave_for_good(self) -> None:
         """All ranks leave their loops at one step boundary, say all that they have to say, and end.
@@ -256,7 +251,7 @@ class Lifecycle:
 
     def hand_out(self) -> None:
         """Requests that may go to ranks go there, if ranks run."""
-        if self.state not in DELIVERING:
+        if self.state is not DriverState.READY:
             return
         assigned = self.ledger.assign()
         if assigned:
@@ -264,7 +259,7 @@ class Lifecycle:
 
     def abort(self, keys: Mapping[int, list[int]]) -> None:
         """Nobody waits for these requests of each DP rank any more."""
-        if keys and self.state in DELIVERING:
+        if keys and self.state is DriverState.READY:
             self.rank_set.deliver({dp_rank: Intake(aborts=tuple(some)) for dp_rank, some in keys.items()})
             self.hand_out()
 

@@ -73,7 +73,7 @@ _FOLLOWS = {
     DriverState.PREPARING: {DriverState.LOADING},
     DriverState.LOADING: {DriverState.CAPTURING},
     DriverState.CAPTURING: {DriverState.READY},
-    DriverState.READY: {DriverState.CAPTURING, DriverState.RECOVERING, DriverState.RESIZING},
+    DriverState.READY: {DriverState.RECOVERING, DriverState.RESIZING},
     # Again: for another cause, or for another size.
     DriverState.RECOVERING: {DriverState.READY, DriverState.RECOVERING},
     DriverState.RESIZING: {DriverState.READY, DriverState.RECOVERING, DriverState.RESIZING},

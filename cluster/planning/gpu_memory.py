@@ -9,8 +9,8 @@ aside for them.
 import msgspec
 
 from ...dispatch.budgets.budget import largest_step
-from ...dispatch.budgets.limits import tokens_per_request
 from ...dispatch.budgets.planned_buffer import BufferKind
+from ...dispatch.budgets.step_kinds import tokens_per_request
 from ...dispatch.errors import ConfigError
 from ...workers.model.spec import AttentionShape, ModelSpec
 from ...workers.rank_config import RankConfig

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from ..dtypes import dtype_bytes
 from .layout import Layout
-from .limits import Limits, tokens_per_request
+from .limits import Limits
+from .step_kinds import tokens_per_request
 
 DEFAULT_CAPACITY = 4096
 CAPACITY_SETTING = "limits.max_dispatch_tokens_per_rank"

@@ -10,7 +10,8 @@ capacity that was not set passes them always.
 
 from .budget import Bound, largest_step, needed_rows, own_capacity, prefill_setting, required_dispatch_tokens
 from .layout import Layout
-from .limits import Limits, tokens_per_request
+from .limits import Limits
+from .step_kinds import tokens_per_request
 
 CAPACITY_VARIABLE = "EXPERT_POOL_MAX_DISPATCH_TOKENS_PER_RANK"
 

@@ -1,6 +1,5 @@
 """What the user bounds: tokens of a step, requests at once, graphs, speculation, and how tokens reach their experts."""
 
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -10,14 +9,6 @@ from ..errors import ConfigError
 QuantisationKind = Literal["none", "fp8", "fp8_blockwise", "nvfp4"]
 SpeculativeAlgorithm = Literal["EAGLE", "FROZEN_KV_MTP", "MULTI_LAYER_EAGLE"]
 DisaggregationMode = Literal["none", "prefill", "decode"]
-StepKind = Literal[
-    "decode",
-    "target_verify",
-    "eagle_draft",
-    "eagle_draft_extend",
-    "frozen_kv_mtp",
-    "multi_layer_eagle_draft_extend",
-]
 
 DEFAULT_PREFILL_TOKENS = 2048
 # Beyond this a decode step of a MoE layer reads nearly every expert anyway and takes milliseconds, so what a replay
@@ -158,42 +149,6 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def max_requests_per_step(self) -> int:
         """The largest batch that decodes in one step, padding to a graph's batch size included."""
         return max(self.graph_batch_size, self.max_running_requests)
-
-
-@dataclass(frozen=True)
-class StepWidth:
-    """A kind of step over a batch of requests, and the tokens it runs for each; equal on every rank."""
-
-    kind: StepKind
-    tokens_per_request: int
-
-
-def step_widths(limits: Limits) -> tuple[StepWidth, ...]:
-    """The kinds of steps that run over a batch of requests under these limits, plain decode first."""
-    num_draft_tokens = limits.speculative_num_draft_tokens or 1
-    top_k = limits.speculative_eagle_topk or 1
-    decode = StepWidth("decode", 1)
-    verify = StepWidth("target_verify", num_draft_tokens)
-    match limits.speculative_algorithm:
-        case None:
-            return (decode,)
-        case "EAGLE":
-            return (
-                decode,
-                verify,
-                StepWidth("eagle_draft", top_k),
-                StepWidth("eagle_draft_extend", num_draft_tokens),
-            )
-        case "FROZEN_KV_MTP":
-            return decode, verify, StepWidth("frozen_kv_mtp", top_k)
-        case "MULTI_LAYER_EAGLE":
-            extended = num_draft_tokens + limits.speculative_num_front_tokens
-            return decode, verify, StepWidth("multi_layer_eagle_draft_extend", extended)
-
-
-def tokens_per_request(limits: Limits) -> int:
-    """Tokens of one request in the widest kind of step that is configured; 1 without speculation."""
-    return max(width.tokens_per_request for width in step_widths(limits))
 
 
 def _require_one_of(name: str, value: Any, allowed: Any) -> None:

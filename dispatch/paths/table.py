@@ -9,9 +9,9 @@ from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from ..budgets.buckets import decode_buckets, piecewise_buckets
 from ..budgets.layout import Layout
-from ..budgets.limits import Limits, QuantisationKind, step_widths
+from ..budgets.limits import Limits, QuantisationKind
+from ..budgets.step_kinds import graph_tokens
 from ..errors import ConfigError, GeometryError
 from ..registry import (
     PLAIN_EXPERTS,
@@ -217,6 +217,5 @@ def _shape_problems(tabled: Collection[str], shapes: Collection[str]) -> list[st
 
 def measured_rows(limits: Limits, layout: Layout, capacity: int) -> tuple[int, ...]:
     """Rows a rank for which paths are measured, ascending: those of every graph, and the capacity for eager steps."""
-    tokens = [bucket * width.tokens_per_request for width in step_widths(limits) for bucket in decode_buckets(limits)]
-    rows = {-(-count // layout.attn_tp_size) for count in (*tokens, *piecewise_buckets(limits))}
+    rows = {-(-count // layout.attn_tp_size) for count in graph_tokens(limits)}
     return tuple(sorted({count for count in rows if count < capacity} | {capacity}))

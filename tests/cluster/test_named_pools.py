@@ -28,6 +28,7 @@ from expert_pool.cluster import (
 from expert_pool.cluster.cli.commands import main
 from expert_pool.cluster.driver import handle as driver_handle
 from expert_pool.cluster.driver.handle import NAMESPACE
+from handle import driver_of
 from ray.util.placement_group import placement_group_table
 from waiting import holds_in_time
 
@@ -233,8 +234,8 @@ def test_a_pool_ends_with_the_actor_that_launched_it_though_the_job_goes_on(addr
 @pytest.mark.long
 def test_more_open_calls_than_ray_allows_by_itself_keep_nobody_waiting(address, random_models):
     with ExpertPool.launch(PoolConfig(model=random_models["qwen3_moe"], ranks=1), name="busy") as pool:
-        held = [pool._driver.hold.remote(str(number)) for number in range(1100)]
-        assert ray.get(pool._driver.status.remote(), timeout=60).state == "ready"
+        held = [driver_of(pool).hold.remote(str(number)) for number in range(1100)]
+        assert ray.get(driver_of(pool).status.remote(), timeout=60).state == "ready"
         assert not ray.wait(held, num_returns=1, timeout=0)[0]
     assert eventually(nothing_left)
 

@@ -19,6 +19,7 @@ from expert_pool.cluster import (
 from expert_pool.cluster.arguments import number_of_ranks
 from expert_pool.cluster.driver.handle import get_answer
 from expert_pool.workers.request import Completion, Generated
+from handle import driver_of
 
 ONE = SamplingParams(max_new_tokens=1)
 LONG = SamplingParams(max_new_tokens=400, ignore_eos=True)
@@ -37,7 +38,7 @@ def pool(random_models: dict[str, str]) -> Iterator[ExpertPool]:
 @pytest.mark.parametrize("ranks", [True, False, 2.0, 1.5, "4", None, [2], b"1"])
 def test_a_size_that_is_no_integer_is_refused_and_changes_nothing(ranks, pool):
     before = pool.status()
-    for resize in (pool.resize, lambda size: get_answer(pool._driver.resize.remote(size))):
+    for resize in (pool.resize, lambda size: get_answer(driver_of(pool).resize.remote(size))):
         with pytest.raises(ConfigError, match=r"^ranks=.*: set ranks to an integer$"):
             resize(ranks)
     after = pool.status()

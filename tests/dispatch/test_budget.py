@@ -20,8 +20,9 @@ from expert_pool.dispatch.budgets.budget import (
 )
 from expert_pool.dispatch.budgets.capacity import CAPACITY_VARIABLE
 from expert_pool.dispatch.budgets.layout import Layout
-from expert_pool.dispatch.budgets.limits import Limits, step_widths, tokens_per_request
+from expert_pool.dispatch.budgets.limits import Limits
 from expert_pool.dispatch.budgets.moe_shape import MoeShape
+from expert_pool.dispatch.budgets.step_kinds import kinds_of, tokens_per_request
 from expert_pool.dispatch.dispatchers.exchange import ExchangeBuffers, hidden_of, packed_rows
 from expert_pool.dispatch.dispatchers.flashinfer_alltoall import links_for
 from expert_pool.dispatch.dispatchers.flashinfer_workspace import flashinfer_workspace_bytes
@@ -102,7 +103,7 @@ def step_sizes(limits: Limits) -> list[int]:
     prefills = {1, limits.prefill_tokens_per_step, *prefill_buckets}
     batches = {1, limits.max_running_requests, *batch_buckets}
     sizes = [padded(num, prefill_buckets) for num in prefills if 1 <= num <= limits.prefill_tokens_per_step]
-    widths = [width.tokens_per_request for width in step_widths(limits)]
+    widths = [kind.width(limits) for kind in kinds_of(limits) if kind.unit == "requests"]
     # Another DP rank's batch makes this one pad to any bucket there is, so all of them count.
     sizes += [*prefill_buckets, *(num * width for num in [*batches, *batch_buckets] for width in widths)]
     return sizes
@@ -213,7 +214,8 @@ def test_each_kind_of_step_has_its_width(algorithm, widths):
         speculative_eagle_topk=5,
         speculative_num_front_tokens=2,
     )
-    assert {width.kind: width.tokens_per_request for width in step_widths(limits)} == widths
+    by_request = [kind for kind in kinds_of(limits) if kind.unit == "requests"]
+    assert {kind.name: kind.width(limits) for kind in by_request} == widths
     assert tokens_per_request(limits) == max(widths.values())
 
 

@@ -30,11 +30,12 @@ from expert_pool.dispatch.experts.torch_experts import routed_pairs
 from expert_pool.dispatch.paths.capacity import dispatch_capacity
 from expert_pool.dispatch.registry import dispatcher_of as registered
 from expert_pool.workers.engine import RankEngine
+from handle import collectives_of, dispatcher_of, target_of
 from hypothesis import given
 from hypothesis import strategies as st
 from layers import layer_of
 from plain_ranks import ForkedRanks, PlainRanks
-from rank_insides import collectives_of, dispatcher_of, run_script, target_of
+from rank_insides import run_script
 
 CPU = torch.device("cpu")
 ROW = RowFormat(hidden_size=64, top_k=2, dtype="float32", weights_dtype="float32")

@@ -16,6 +16,7 @@ from expert_pool.dispatch.moe_layer import MoeLayer
 from expert_pool.dispatch.paths.mega_kernels import MegaKernels, leave_out_proxy
 from expert_pool.dispatch.probe import Dropped, HostGroup, attempt
 from expert_pool.workers.engine import RankEngine
+from handle import layers_of, workspaces_of
 from layers import layer_of
 from plain_ranks import ForkedRanks
 from running_disagreement import WITHIN_S
@@ -103,7 +104,7 @@ def build(kernels: Kernels, group: HostGroup, layers: list[MoeLayer], capacity: 
 
 
 def calls_of(kernels: Kernels) -> list[list[str]]:
-    return [adopted.layer.calls for adopted in kernels._layers.values()]
+    return [adopted.layer.calls for adopted in layers_of(kernels)]
 
 
 def with_other_settings(engine: RankEngine) -> tuple[str, list[list[str]], list[list[str]]]:
@@ -154,7 +155,7 @@ def test_a_kernel_whose_first_run_fails_is_counted_and_given_back_by_all(rank_se
 def counts_unknown(engine: RankEngine) -> str:
     kernels, group, layers = kernels_of(engine)
     build(kernels, group, layers, 8)
-    handle = next(iter(kernels._workspaces.values()))
+    handle = next(iter(workspaces_of(kernels).values()))
     del handle._backend_workspace._sym_roots
     try:
         kernels.workspace_bytes(8)

@@ -3,14 +3,15 @@
     python tests/gpu/check_faults.py --ranks 4 --dispatch flashinfer+cutedsl --short mega --short allgather
     python tests/gpu/check_faults.py --device cpu --ranks 4 --dispatch alltoall --short allgather     the same on CPUs
 
-For each dispatch, one pool in one Ray session. It makes reference tokens, is compared with what `plan` says (H10),
-records graphs of a second memory pool (H13), and records anew after each disagreement at capture. Then it loses a rank
-to SIGKILL and is rebuilt, loses one to SIGSTOP and is rebuilt, and finishes what it was generating; last, a rank
-disagrees while it generates, which ends it. A short dispatch has one disagreement at capture, is rebuilt after SIGKILL,
-and ends with SIGSTOP. A case whose pool is not there any more gets a new one.
+For each dispatch, in one Ray session: a pool makes reference tokens, is compared with what `plan` says (H10), and
+records graphs of a second memory pool (H13). Pools one rank of which disagrees at capture are refused. Another pool
+loses a rank to SIGKILL and is rebuilt, loses one to SIGSTOP and is rebuilt, and finishes what it was generating; last,
+a rank disagrees while it generates, which ends it. A short dispatch has one disagreement at capture, is rebuilt after
+SIGKILL, and ends with SIGSTOP. A case whose pool is not there any more gets a new one.
 """
 
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -35,11 +36,15 @@ from expert_pool.cluster import (
     WorkerConfig,
 )
 from fault_cases import DISAGREEMENTS, RUNNING, Work
+from faults_at_start import session_environment
 from harness import begin_session, end_after, in_time, say, show
 
 MODEL = str(Path(__file__).resolve().parent.parent.parent / "examples" / "tiny_moe")
 PARTS = ("plan", "pools", "disagree", "kill", "stop", "running")
 SHORT = ("disagree", "kill", "stop")
+
+MODULES = (rank_faults, rank_insides, fault_insides, fault_cases, check_pool)
+FAULTS = Path(tempfile.mkdtemp()) / "wanted.json"
 
 rows: list[list[str]] = []
 
@@ -70,12 +75,24 @@ class Cases:
 
     def run(self, name: str, case: Callable[..., None], *arguments: Any) -> None:
         """A line of the table; what is raised inside is its failure."""
+        self._run(name, self._ready_pool, case, *arguments)
+
+    def run_without_pool(self, name: str, case: Callable[..., None], *arguments: Any) -> None:
+        """The same of a case that launches a pool itself, for which it gets the configuration."""
+        self.close()
+        self._run(name, lambda: self.config, case, *arguments)
+
+    def hear(self, line: str) -> None:
+        self.heard.append((time.monotonic(), line))
+        say(f"  {line}")
+
+    def _run(self, name: str, begin: Callable[[], Any], case: Callable[..., None], *arguments: Any) -> None:
         remarks: list[str] = []
         started = time.monotonic()
         try:
-            pool = self._ready_pool()
+            subject = begin()
             started = time.monotonic()
-            in_time(self._options["case_deadline"], case, remarks, pool, *arguments)
+            in_time(self._options["case_deadline"], case, remarks, subject, *arguments)
             verdict = "pass"
         except Exception as error:
             verdict = "FAIL"
@@ -85,7 +102,7 @@ class Cases:
             if isinstance(error, TimeoutError):  # what hangs would keep its GPUs
                 self._pool = None
                 ray.shutdown()
-                begin_session(self._options["ranks"], self._options["device"])
+                begin(self._options)
         rows.append([verdict, f"{self._dispatch}: {name}", f"{time.monotonic() - started:.1f}", "; ".join(remarks)])
         say(" ".join(rows[-1]))
 
@@ -99,13 +116,9 @@ class Cases:
             return self._pool
         self.close()
         started = time.monotonic()
-        self._pool = in_time(self._options["start_timeout"], ExpertPool.launch, self.config, self._hear)
+        self._pool = in_time(self._options["start_timeout"], ExpertPool.launch, self.config, self.hear)
         say(f"{self._dispatch}: a pool after {time.monotonic() - started:.1f} s")
         return self._pool
-
-    def _hear(self, line: str) -> None:
-        self.heard.append((time.monotonic(), line))
-        say(f"  {line}")
 
 
 def config_of(dispatch: str, restarts: int, options: dict[str, Any]) -> PoolConfig:
@@ -148,8 +161,10 @@ def run_dispatch(dispatch: str, parts: tuple[str, ...], options: dict[str, Any])
     if "pools" in parts:
         cases.run("H13 a second memory pool leaves the first as it was", fault_cases.memory_pools_are_apart)
     for what in list(DISAGREEMENTS)[: 1 if is_short else None] if "disagree" in parts else ():
-        cases.run(f"another {what} on rank {faulty} is refused everywhere", fault_cases.capture_disagrees, what, faulty)
-        cases.run("and the GPUs go on with new graphs", fault_cases.goes_on, work)
+        arguments = (FAULTS, cases.hear, what, faulty)
+        cases.run_without_pool(f"another {what} on rank {faulty} is refused", fault_cases.capture_disagrees, *arguments)
+    if "disagree" in parts:
+        cases.run("and the GPUs go on with new graphs", fault_cases.starts_again, work)
     for part, how in (("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)):
         if part in parts:
             arguments = (cases.heard, work, how, faulty, options["step_timeout"])
@@ -176,8 +191,7 @@ def run_dispatch(dispatch: str, parts: tuple[str, ...], options: dict[str, Any])
 def main(dispatches: tuple[str, ...], short: tuple[str, ...], part: tuple[str, ...], **options: Any) -> None:
     """Run the checks; exit with 1 if one fails, with 3 at the deadline."""
     end_after(options["deadline"], report)
-    modules = (rank_faults, rank_insides, fault_insides, fault_cases, check_pool)
-    begin_session(options["ranks"], options["device"], modules)
+    begin(options)
     wanted = [(dispatch, part) for dispatch in dispatches] + [(dispatch, SHORT) for dispatch in short]
     for dispatch, parts in wanted or [("flashinfer+cutedsl", part)]:
         try:
@@ -188,6 +202,11 @@ def main(dispatches: tuple[str, ...], short: tuple[str, ...], part: tuple[str, .
     report()
     ray.shutdown()
     raise SystemExit(any(row[0] == "FAIL" for row in rows))
+
+
+def begin(options: dict[str, Any]) -> None:
+    with session_environment(FAULTS):
+        begin_session(options["ranks"], options["device"], MODULES)
 
 
 def report() -> None:

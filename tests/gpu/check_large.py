@@ -7,9 +7,9 @@
 The last finds typos on a CPU. All pools share one Ray session. `pool` is the step as a pool runs it, one pool for each
 number of ranks. `plain` runs the ranks of the first as plain processes without Ray: the same step loop, and its graphs
 replayed back to back on constant inputs of several steps. All are the same code on the same prompts, so pool/bare is
-what Ray, scheduling, agreement and packing cost. `auto` lets the pool of the last number of ranks measure which way to
-the experts to take, with `worker.expert_load`; then it records its graphs anew without counting. `prefill` generates
-from long prompts in a pool with prefill graphs, which then records its graphs anew without them.
+what Ray, scheduling, agreement and packing cost. `auto` lets a pool of the last number of ranks measure which way to
+the experts to take, with `worker.expert_load`; then another takes the same ways and does not count. `prefill` generates
+from long prompts in a pool with prefill graphs, and in one without.
 """
 
 import tempfile
@@ -17,8 +17,7 @@ import time
 from typing import Any
 
 import click
-import large_insides
-import rank_insides
+import harness  # noqa: F401  makes the folder of the tests importable
 import ray
 from expert_pool.cluster import (
     CacheConfig,
@@ -30,12 +29,12 @@ from expert_pool.cluster import (
     SamplingParams,
     WorkerConfig,
 )
-from expert_pool.cluster.driver.handle import get_answer
 from expert_pool.cluster.planning.validation import validate
 from expert_pool.dispatch.paths.tuning import Tuning
 from expert_pool.workers.model.spec import ModelSpec
+from handle import actors_of
 from harness import begin_session, end_after, in_time, save_config, say
-from large_insides import counting_problems, refuse_prefill_graphs, stop_counting
+from large_insides import counting_problems
 from large_prefill import PROMPTS, PrefillRates, longest_request, measure_prefill, show_prefill
 from large_tables import PoolStep, show_bare, show_counting, show_scaling, show_steps
 from plain_loop import PROMPT_TOKENS, Measured, PlainRanks, dealt, prompts
@@ -191,21 +190,20 @@ def measure_plain_alone(folder: str, options: dict[str, Any]) -> None:
 
 
 def measure_auto(folder: str, options: dict[str, Any]) -> None:
-    """The way to the experts is measured at start, and experts are counted; then the same graphs without counting."""
+    """The way to the experts is measured at start, and experts are counted; then the same ways without counting."""
     tuning = Tuning(
+        cache=f"{folder}/measured.json",
         mega_capacities=tuple(map(int, options["mega_capacities"].split(","))) if options["mega_capacities"] else None,
         max_bytes=int(options["tuning_gib"] * 2**30),
     )
     # On GPUs `auto` is this, and on CPUs it would measure nothing.
-    way = {"dispatch": "measured", "experts": "auto", "tuning": tuning, "expert_load": True}
+    way = {"dispatch": "measured", "experts": "auto", "tuning": tuning}
     options = options | {"requests": options["auto_requests"], "buckets": options["auto_requests"]}
-    config = pool_config(folder, options["ranks"][-1], options, **way)
-    with launched(config, options) as pool:
+    with launched(pool_config(folder, options["ranks"][-1], options, expert_load=True, **way), options) as pool:
         check_counting(pool, options)
         for count in options["requests"]:
             auto[count] = measure_requests(pool, count, options["new_tokens"])
-        ray.get([actor.__ray_call__.remote(_stop_counting) for actor in actors_of(pool)], timeout=60)
-        ray.get(pool._driver.recapture.remote(), timeout=120)
+    with launched(pool_config(folder, options["ranks"][-1], options, **way), options) as pool:
         for count in options["requests"]:
             auto_uncounted[count] = measure_requests(pool, count, options["new_tokens"])
         note(f"auto, eager steps: {dict(pool.status().graphs[0].eager_steps)}")
@@ -213,19 +211,12 @@ def measure_auto(folder: str, options: dict[str, Any]) -> None:
 
 def measure_prefills(folder: str, options: dict[str, Any]) -> None:
     options = options | {"requests": [PROMPTS], "buckets": [1, 4, 16, PROMPTS]}
-    config = pool_config(
-        folder, options["ranks"][-1], options, tokens=longest_request(options["tiny"]), prefill_graphs=True
-    )
-    with launched(config, options) as pool:
-        prefill.append(measure_prefill(pool, options["tiny"]))
-        say(f"  with graphs: {prefill[-1]}")
-        ray.get([actor.__ray_call__.remote(_refuse_prefill_graphs) for actor in actors_of(pool)], timeout=60)
-        ray.get(pool._driver.recapture.remote(), timeout=120)
-        prefill.append(measure_prefill(pool, options["tiny"]))
-
-
-def _refuse_prefill_graphs(actor: Any) -> None:
-    refuse_prefill_graphs(actor._engine)
+    for has_graphs in (True, False):
+        longest = longest_request(options["tiny"])
+        config = pool_config(folder, options["ranks"][-1], options, tokens=longest, prefill_graphs=has_graphs)
+        with launched(config, options) as pool:
+            prefill.append(measure_prefill(pool, options["tiny"]))
+            say(f"  {'with' if has_graphs else 'without'} graphs: {prefill[-1]}")
 
 
 def check_counting(pool: ExpertPool, options: dict[str, Any]) -> None:
@@ -242,15 +233,6 @@ def check_counting(pool: ExpertPool, options: dict[str, Any]) -> None:
     top_k = pool.rank_config.spec.moe[0].top_k
     problems = counting_problems(counts, counts_after, stats, stats_after, new_tokens, top_k)
     note(f"FAILED counters: {problems}" if problems else f"expert counters are right on {len(leaders)} DP ranks")
-
-
-def _stop_counting(actor: Any) -> None:
-    stop_counting(actor._engine)
-
-
-def actors_of(pool: ExpertPool) -> list[Any]:
-    actors: list[Any] = get_answer(pool._driver.__ray_call__.remote(lambda driver: driver._rank_set.actors))
-    return actors
 
 
 def report(spec: ModelSpec, options: dict[str, Any]) -> None:
@@ -298,7 +280,7 @@ def main(**options: Any) -> None:
         save_config(folder, num_hidden_layers=options["layers"], **(TINY if options["tiny"] else {}))
         spec = validate(pool_config(folder, options["ranks"][0], options)).spec
         end_after(options["deadline"], lambda: report(spec, options))
-        session.extend((max(options["ranks"]), options["device"], (large_insides, rank_insides)))
+        session.extend((max(options["ranks"]), options["device"], ()))
         begin_session(*session)
         for ranks in options["ranks"] if "pool" in options["part"] else ():
             attempt(f"pool of {ranks} ranks", measure_pool, folder, ranks, options)

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 from check_layers import free_port, run_world
+from handle import workspaces_of
 
 GOOD, OTHER, FAILING = 64, 8, 16
 FAULTY_RANK = 1
@@ -77,7 +78,7 @@ def run_rank(rank: int, size: int, port: int, go: Any, failures: Any) -> None:
     expect("a failure is everyone's", isinstance(failing, Dropped) and failing.rank == FAULTY_RANK)
     expect("what was built is counted", min(kernels.workspace_bytes(capacity) for capacity in (GOOD, FAILING)) > 0)
     kernels.keep_only({GOOD}, world.hosts)
-    expect("what was dropped is given back", {capacity for _, capacity in kernels._workspaces} == {GOOD})
+    expect("what was dropped is given back", {capacity for _, capacity in workspaces_of(kernels)} == {GOOD})
     inputs = layer.inputs(GOOD, seed=3)
     step = StepGeometry.captured(world.layout, GOOD, capacity=GOOD)
     y = good.run(layer.local, inputs.x, inputs.ids, inputs.weights, step)

@@ -126,8 +126,9 @@ def logits_of(engine: Any, batches: list[list[list[int]]], routing: Routing) -> 
     from expert_pool.dispatch.budgets.geometry import StepGeometry
     from expert_pool.workers.attention.kv_cache import BlockAllocator
     from expert_pool.workers.scheduling.inputs import dummy
+    from handle import target_of
 
-    config, target = engine.config, engine.loaded.loop._executor._model
+    config, target = engine.config, target_of(engine)
     allocator, batch = BlockAllocator(config.num_blocks, config.block_size), batches[engine.rank]
     tables: list[list[int]] = [[] for _ in batch]
     for table, tokens in zip(tables, batch, strict=True):
@@ -221,6 +222,7 @@ def rank_main(config: Any, rank: int, batches: Any, port_file: Path, folder: str
     import msgspec
     from expert_pool.workers.engine import RankEngine
     from expert_pool.workers.rank_config import Rendezvous
+    from handle import exchange_of, target_of
 
     started = time.monotonic()
     try:
@@ -239,8 +241,8 @@ def rank_main(config: Any, rank: int, batches: Any, port_file: Path, folder: str
         engine.load()
         own.send(("ready", f"{time.monotonic() - started:.1f} s after its start"))
         go.wait()
-        target = engine.loaded.loop._executor._model
-        routing = Routing(target._exchange)
+        target = target_of(engine)
+        routing = Routing(exchange_of(engine))
         plan, reasons = record_what_can_be(engine, routing)
         attention = type(target.attention).__name__
         torch.save(logits_of(engine, batches, routing), f"{folder}/rank{rank}.pt")

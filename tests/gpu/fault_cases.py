@@ -5,16 +5,19 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import harness  # noqa: F401  makes the folder of the tests importable
+import msgspec
 import psutil
-import ray
 from check_pool import agreement, reference
 from expert_pool.cluster import ExpertPool, GeometryError, PoolConfig, RankError, SamplingParams
 from expert_pool.cluster.cli.plan_report import plan_pool
-from expert_pool.cluster.driver.handle import get_answer
-from fault_insides import capture_state, disagree_at_next_step, other_facts, outputs_are_kept
-from rank_faults import during_capture, inject, other_bucket, undo
+from expert_pool.cluster.driver.handle import get_answer, named_driver
+from fault_insides import disagree_at_next_step, outputs_are_kept
+from faults_at_start import PLUGIN, want
+from handle import in_ranks
 
 SAID_WITHIN_S = 15.0
 GONE_WITHIN_S = 20.0
@@ -23,11 +26,11 @@ FIRST_TOKENS = 24
 # A request that is prefilled anew rounds otherwise in bf16, so its tokens are held to Transformers, as all others are.
 AGREES_WITHIN = 0.01
 
-DISAGREEMENTS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
-    "bucket": (other_bucket, (), "bucket differs"),
-    "capacity": (other_facts, ({"capacity": 77},), "capacity differs"),
-    "expert backend": (other_facts, ({"expert_backend": "another"},), "expert_backend differs"),
-    "fp8 scale": (other_facts, ({"quantisation_scales": (0.25,)},), "quantisation_scales[0] differs"),
+DISAGREEMENTS: dict[str, tuple[str, tuple[Any, ...], str]] = {
+    "bucket": ("other_bucket", (), "bucket differs"),
+    "capacity": ("other_facts", ({"capacity": 77},), "capacity differs"),
+    "expert backend": ("other_facts", ({"expert_backend": "another"},), "expert_backend differs"),
+    "fp8 scale": ("other_facts", ({"quantisation_scales": (0.25,)},), "quantisation_scales[0] differs"),
 }
 RUNNING = {"graphs": "graphs.entries", "backend": "expert_backend differs", "step": "step differs"}
 
@@ -106,20 +109,6 @@ def share_alike(first: list[tuple[int, ...]], second: list[tuple[int, ...]]) -> 
     return sum(one == other for one, other in pairs) / len(pairs)
 
 
-def on_ranks(pool: ExpertPool, ranks: Sequence[int], function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `function(engine, *args)` returns in the actors of these ranks, at the same time."""
-    actors = get_answer(pool._driver.__ray_call__.remote(lambda driver: driver._rank_set.actors))
-    calls = [actors[rank].__ray_call__.remote(lambda actor: function(actor._engine, *args)) for rank in ranks]
-    return ray.get(calls, timeout=60)
-
-
-def recapture(pool: ExpertPool) -> Any:
-    try:
-        return ray.get(pool._driver.recapture.remote(), timeout=60)
-    except ray.exceptions.RayTaskError as error:
-        raise (error.cause or error) from None
-
-
 def plan_holds(remarks: list[str], pool: ExpertPool, config: PoolConfig) -> None:
     """H10: the bytes that `plan` prints are those that ranks hold."""
     plan = plan_pool(config)
@@ -137,32 +126,44 @@ def plan_holds(remarks: list[str], pool: ExpertPool, config: PoolConfig) -> None
 
 def memory_pools_are_apart(remarks: list[str], pool: ExpertPool) -> None:
     """H13: graphs of a second memory pool leave the first as they were."""
-    found = on_ranks(pool, _all_ranks(pool), outputs_are_kept)
+    found = in_ranks(pool, _all_ranks(pool), outputs_are_kept)
     assert not any(found), found
 
 
-def capture_disagrees(remarks: list[str], pool: ExpertPool, what: str, faulty: int) -> None:
-    """One rank would record something else: every rank and the driver say so, and nothing was recorded."""
+def capture_disagrees(
+    remarks: list[str], config: PoolConfig, faults: Path, hear: Callable[[str], None], what: str, faulty: int
+) -> None:
+    """One rank of a pool that starts would record something else: the pool is refused, and no process is left."""
     fault, args, sentence = DISAGREEMENTS[what]
-    on_ranks(pool, [faulty], inject, during_capture, fault, *args)
-    started = time.monotonic()
+    name, lines = f"disagreeing-{what.replace(' ', '-')}", [(0.0, "")]
+    processes: list[psutil.Process] = []
+
+    def on_line(line: str) -> None:
+        hear(line)
+        if line.startswith("loading"):
+            places = get_answer(named_driver(name).status.remote()).places
+            processes.extend(psutil.Process(place.pid) for place in places)
+        lines.append((time.monotonic(), line))
+
+    want(faults, [faulty], fault, *args)
     try:
-        recapture(pool)
+        ExpertPool.launch(msgspec.structs.replace(config, plugins=(PLUGIN,)), report=on_line, name=name).shutdown()
         raise AssertionError("nobody noticed")
     except GeometryError as error:
         message = str(error)
-    seconds = time.monotonic() - started
-    remarks.append(f"said after {seconds:.2f} s")
-    on_ranks(pool, [faulty], undo)
+    finally:
+        faults.unlink()
+    remarks.append(f"said {time.monotonic() - lines[-1][0]:.2f} s after {lines[-1][1]!r}")
     assert sentence in message, message
-    assert seconds < SAID_WITHIN_S
-    states = on_ranks(pool, _all_ranks(pool), capture_state)
-    assert states == [(message, 0, 0)] * len(states), states
+    assert f"rank {faulty}: " in message, message
+    assert len(processes) == config.ranks, lines
+    _assert_gone(processes)
 
 
-def goes_on(remarks: list[str], pool: ExpertPool, work: Work) -> None:
-    """After a disagreement at capture: new graphs on the same GPUs, and the same tokens."""
-    remarks.append(f"{len(recapture(pool).plan.entries)} graphs")
+def starts_again(remarks: list[str], pool: ExpertPool, work: Work) -> None:
+    """After disagreements at capture: graphs on the same GPUs, and the same tokens."""
+    graphs = pool.status().graphs
+    remarks.append(f"{len(graphs[0].graphs)} graphs")
     work.compare_start(pool, remarks)
     assert all(report.replays > 0 for report in pool.status().graphs), "no replays"
 
@@ -172,7 +173,7 @@ def running_pool_disagrees(remarks: list[str], pool: ExpertPool, work: Work, wha
     processes = _processes(pool)
     stream = work.stream(pool)
     assert next(stream).index == 0
-    on_ranks(pool, [faulty], disagree_at_next_step, what)
+    in_ranks(pool, [faulty], disagree_at_next_step, what)
     started = time.monotonic()
     try:
         ended = len(list(stream))

@@ -1,13 +1,11 @@
 """What check_faults.py runs inside the ranks' processes."""
 
 import dataclasses
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import harness  # noqa: F401  makes the folder of the tests importable
 import torch
-from expert_pool.graphs.runner import GraphRunner
 from expert_pool.graphs.static import StaticBuffers
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.graph_set import buffer_specs
@@ -15,18 +13,8 @@ from expert_pool.workers.request import Request, SamplingParams
 from expert_pool.workers.scheduling.inputs import pack
 from expert_pool.workers.scheduling.scheduler import BatchKind, ScheduledBatch, Slice
 from expert_pool.workers.scheduling.sequence import TokenSequence
+from handle import agreement_of, allocator_of, another_runner
 from rank_faults import holds_otherwise, inject
-
-
-def capture_state(engine: RankEngine) -> tuple[str | None, int, int]:
-    """What the driver told this rank last, captures still open, and graphs held."""
-    graphs = engine.graphs
-    return graphs.last_failure, graphs.mode.depth, len(graphs.committed.entries)
-
-
-def other_facts(engine: RankEngine, changes: dict[str, Any]) -> AbstractContextManager[None]:
-    """Whatever the dispatcher, its capacity, experts or scales are read as others."""
-    return holds_otherwise(engine, **changes)
 
 
 def disagree_at_next_step(engine: RankEngine, what: str) -> None:
@@ -37,7 +25,7 @@ def disagree_at_next_step(engine: RankEngine, what: str) -> None:
         what: `graphs`: it lacks the graph that steps replay; `backend`: its experts have another name; `step`: it is a
             step ahead.
     """
-    agreement, graphs = engine.loaded.loop._agreement, engine.graphs
+    agreement, graphs = agreement_of(engine), engine.graphs
     agree = agreement.agree
 
     def agree_otherwise(proposal: Any, state: Any) -> Any:
@@ -62,14 +50,8 @@ def outputs_are_kept(engine: RankEngine) -> list[str]:
     graph changed while the other was recorded and replayed, or a target's replay is another than before.
     """
     runner = engine.graphs.runners["decode"]
-    other = GraphRunner(
-        dataclasses.replace(runner.kind, model="draft"),
-        dataclasses.replace(
-            runner._model, buffers=StaticBuffers(buffer_specs(engine.config)["target"], engine.device), finish=None
-        ),
-        runner._exchange,
-        runner.backend,
-    )
+    buffers = StaticBuffers(buffer_specs(engine.config)["target"], engine.device)
+    other = another_runner(runner, dataclasses.replace(runner.kind, model="draft"), buffers=buffers, finish=None)
     found = []
     for entry in engine.graphs.committed.entries:
         values, on_host, release = _inputs(engine, entry.bucket)
@@ -94,7 +76,7 @@ def outputs_are_kept(engine: RankEngine) -> list[str]:
 
 def _inputs(engine: RankEngine, count: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Any]:
     """A decode step of `count` requests with nothing cached but zeros, on the device and on the host."""
-    allocator, slices = engine.loaded.loop._scheduler._allocator, []
+    allocator, slices = allocator_of(engine), []
     for index in range(count):
         length = 5 + 3 * index
         sequence = TokenSequence(Request(index, tuple(range(2, 2 + length)), SamplingParams()), 512, None)

@@ -1,25 +1,10 @@
-"""What check_large.py runs inside the ranks' processes, and what it asks of counters."""
+"""What check_large.py asks of counters."""
 
 from array import array
 from collections.abc import Sequence
 from typing import Any
 
-import harness  # noqa: F401  makes the folder of the tests importable
-from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.request import ExpertCounts, RankStats
-from rank_insides import target_of
-
-
-def stop_counting(engine: RankEngine) -> None:
-    """What is recorded from now on does not count how often experts are chosen."""
-    target_of(engine)._exchange.load = None
-
-
-def refuse_prefill_graphs(engine: RankEngine) -> None:
-    """What is recorded from now on are no prefill graphs: those steps run eagerly."""
-    attention = target_of(engine).attention
-    refusal = attention.refusal
-    attention.refusal = lambda entry: "prefill graphs are off" if entry.kind == "piecewise" else refusal(entry)
 
 
 def totals(counts: ExpertCounts) -> list[int]:

@@ -1,4 +1,4 @@
-"""Prefill with graphs and without, in one pool: prompts alone, and requests that come and go; for check_large.py."""
+"""Prefill in one pool: prompts alone, and requests that come and go; for check_large.py."""
 
 import random
 import time
@@ -79,4 +79,4 @@ def show_prefill(with_graphs: PrefillRates | None, without: PrefillRates | None)
         ratios = (with_graphs.prompt_rate / without.prompt_rate, with_graphs.mixed_rate / without.mixed_rate)
         rows.append(["graphs over eager", *(f"{ratio:.2f}" for ratio in ratios), ""])
     if len(rows) > 1:
-        show("prefill in graphs beside eager prefill, one pool", rows)
+        show("prefill in graphs beside eager prefill, a pool each", rows)

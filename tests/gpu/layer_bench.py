@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import harness  # noqa: F401  makes the folder of the tests importable
 import torch
 from expert_pool.dispatch.budgets.geometry import StepGeometry
 from expert_pool.dispatch.paths.table import PathName
+from handle import grouped_gemms_of
 from layer_auto import Auto, auto
 from layer_setup import PATHS, Built, Inputs, Layer
 
@@ -137,9 +139,7 @@ def stage_us(layer: Layer, built: Built, tokens: int) -> dict[str, float]:
     x, ids, weights = arrived.x_RH.clone(), arrived.expert_ids_RK.clone(), arrived.expert_weights_RK.clone()
     first = arrived.first_expert
     dispatcher.combine(torch.zeros_like(x), arrived)
-    known = backend._layers[built.layer.index]
-    views = backend._buffers.views(known.shape, x.shape[0])
-    tiles = backend._tables[known.key].tiles_for(x.shape[0])
+    views, gate_up, down = grouped_gemms_of(backend, built.layer, x)
     y = torch.empty_like(x)
 
     def sort() -> None:
@@ -149,8 +149,8 @@ def stage_us(layer: Layer, built: Built, tokens: int) -> dict[str, float]:
         weighted_sum(views.output_PH, ids, weights, views.position_RK, first, num_local, y)
 
     stages["sort"] = graph_us(layer, [sort] * CALLS)
-    stages["gate_up"] = graph_us(layer, [lambda: backend._gate_up(known, x, views, tiles[0])] * CALLS)
-    stages["down"] = graph_us(layer, [lambda: backend._down(known, views, tiles[1])] * CALLS)
+    stages["gate_up"] = graph_us(layer, [gate_up] * CALLS)
+    stages["down"] = graph_us(layer, [down] * CALLS)
     stages["sum"] = graph_us(layer, [add] * CALLS)
     return stages
 

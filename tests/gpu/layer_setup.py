@@ -35,6 +35,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
 
+from handle import links_of
 from rounded_experts import Blockwise, PerTensor
 
 GROUP_TIMEOUT = timedelta(seconds=100)
@@ -313,7 +314,7 @@ def dispatched(layer: Layer, dispatch: str, experts: str, capacity: int, others:
             60,
             world.device,
         )
-        world.watch.links = list(dispatcher._links.values())
+        world.watch.links = links_of(dispatcher)
     else:
         with torch.inference_mode(False):
             dispatcher = dispatcher_of(dispatch)(world.collectives, world.rank, budget, world.device)

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import torch
+from handle import words_of
 
 
 class Watch:
@@ -54,16 +55,11 @@ class Watch:
         """The round this rank is in (2N + 1: dispatch, 2N + 2: combine), and the last that each peer announced here."""
         if link.metainfo is None:
             return f"rank {self._rank}: a link that was given back"
-        ranks, index = link.ep_size, link._index
-
-        def words(name: str, count: int) -> list[int]:
-            offset = int(link.metainfo[getattr(index, f"{name}_OFFSET_INDEX")])
-            return link._rank_bytes[offset : offset + 4 * count].view(torch.int32).cpu().tolist()
-
+        ranks = link.ep_size
         # A stream of its own: the others may wait behind what hangs.
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             found = {
-                name: words(name, count)
+                name: words_of(link, name, count)
                 for name, count in (
                     ("FLAG_VAL", 1),
                     ("DISPATCH_COMPLETION_FLAGS", ranks),

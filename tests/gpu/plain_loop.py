@@ -8,6 +8,7 @@ import time
 import traceback
 from typing import Any
 
+import harness  # noqa: F401  makes the folder of the tests importable
 import msgspec
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from expert_pool.graphs.plan import plan_captures
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.rank_config import RankConfig
 from expert_pool.workers.request import Request, SamplingParams
+from handle import graphs_of, take, take_completions, with_inbox
 from harness import gpu_of, say
 from rank_insides import ScriptedInbox
 from step_times import HostProfile, StepTimes, middle
@@ -183,17 +185,12 @@ def _run_loop(engine: RankEngine, count: int, new_tokens: int) -> None:
     sampling = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
     own = prompts(count, engine.config.spec.vocab_size, seed=engine.rank)
     requests = [Request(1000 * engine.rank + index, prompt, sampling) for index, prompt in enumerate(own)]
-    loop, inbox = engine.loaded.loop, engine.loaded.loop._inbox
-    loop._inbox = ScriptedInbox({0: requests})
-    try:
-        loop.run()
-    finally:
-        loop._inbox = inbox
-    finished = engine.outbox._completions
+    with with_inbox(engine, ScriptedInbox({0: requests})):
+        engine.loaded.loop.run()
+    finished = take_completions(engine)
     lengths = {completion.num_completion_tokens for completion in finished}
     assert len(finished) == count, f"{len(finished)} of {count} requests finished"
     assert lengths == {new_tokens}, lengths
-    finished.clear()
 
 
 class _KeptInputs:
@@ -235,8 +232,8 @@ def _bare_ms(engine: RankEngine, kept: _KeptInputs) -> float:
     """Milliseconds of a replay: on GPUs by events around all replays of one step's inputs."""
     runner, times = engine.graphs.runners["decode"], []
     for entry, values, on_host in kept.steps:
-        runner._take(entry, values, on_host)
-        graph = runner._recordings[entry].graph
+        take(runner, entry, values, on_host)
+        graph = graphs_of(runner)[entry]
         for _ in range(SETTLING_REPLAYS):
             graph.replay()
         if engine.device.type == "cuda":

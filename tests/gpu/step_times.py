@@ -3,11 +3,14 @@
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
 
+import harness  # noqa: F401  makes the folder of the tests importable
 import msgspec
 from expert_pool.workers.observing.trace import RankTrace
+from handle import graphs_of, model_of, replaced, step_parts_of, with_model, with_run_step
 
 HOST_STAGES = ("schedule", "agree", "launch", "resolve")
 
@@ -20,19 +23,18 @@ class StepTimes:
     """
 
     def __init__(self, engine: Any):
-        self._loop = engine.loaded.loop
-        self._run_step = self._loop._run_step
         self._noted: list[tuple[float, str | None]] = []
-        self._loop._run_step = self._note
+        self._noting = with_run_step(engine, self._note)
+        self._noting.__enter__()
 
-    def _note(self, batch: Any, plan: Any, started: float, *rest: Any) -> None:
+    def _note(self, run: Callable[..., None], batch: Any, plan: Any, started: float, *rest: Any) -> None:
         graph = plan.graph if plan.geometry is not None and not plan.leave else None
         self._noted.append((started, None if graph is None else f"{graph.kind}{graph.bucket}"))
-        self._run_step(batch, plan, started, *rest)
+        run(batch, plan, started, *rest)
 
     def stop(self) -> list[float]:
         """Seconds from one replayed decode step to the next, of those that follow one another."""
-        self._loop._run_step = self._run_step
+        self._noting.__exit__(None, None, None)
         pairs = zip(self._noted, self._noted[1:], strict=False)
         return [later - now for (now, graph), (later, following) in pairs if graph is not None and graph == following]
 
@@ -100,33 +102,23 @@ class HostProfile:
         from expert_pool.workers.executor import SampledRows
         from expert_pool.workers.scheduling.inputs import PackedStep
 
-        loop, graphs = engine.loaded.loop, engine.graphs
-        executor, runner = loop._executor, graphs.runners["decode"]
-        attention = executor._model.attention
+        runner = engine.graphs.runners["decode"]
         self.seconds: dict[str, list[float]] = {}
-        self._undo: list[Callable[[], None]] = []
-        self._wrap(loop._scheduler, "schedule", "schedule")
-        self._wrap(loop._state, "digest", "state digest")
-        self._wrap(loop._agreement, "agree", "agree")
-        self._wrap(executor._counts, "fill", "counts")
+        self._wrapped = ExitStack()
+        for label, (owner, name) in step_parts_of(engine).items():
+            self._wrap(owner, name, label)
         self._wrap(executor_module, "pack", "pack")
         self._wrap(PackedStep, "on", "to device")
         self._wrap(runner.buffers, "fill", "fill buffers")
-        self._wrap(runner, "_prepare", "plan attention")
-        for name, label in (("_wait_for_last_plan", "  of it waiting for the last"), ("_pages", "  of it page table")):
-            if hasattr(attention, name):  # FlashInfer's
-                self._wrap(attention, name, label)
-        for recording in runner._recordings.values():
-            self._wrap(recording.graph, "replay", "replay")
-        self._wrap(executor, "_sample", "sample")
-        self._wrap(executor, "run", "launch, all of it")
-        self._wrap(loop._scheduler, "launch", "count launched")
+        self._wrapped.enter_context(with_model(runner, prepare=self._timed(model_of(runner).prepare, "plan attention")))
+        for graph in graphs_of(runner).values():
+            self._wrap(graph, "replay", "replay")
         self._wrap(SampledRows, "wait", "wait for rows")
-        self._wrap(loop._scheduler, "resolve", "resolve")
-        self._wrap(loop, "_hand_out", "hand out")
 
     def _wrap(self, owner: Any, name: str, label: str) -> None:
-        function, own = getattr(owner, name), name in vars(owner)
+        self._wrapped.enter_context(replaced(owner, name, self._timed(getattr(owner, name), label)))
+
+    def _timed(self, function: Callable[..., Any], label: str) -> Callable[..., Any]:
         times = self.seconds.setdefault(label, [])
 
         def timed(*arguments: Any, **named: Any) -> Any:
@@ -136,13 +128,11 @@ class HostProfile:
             finally:
                 times.append(time.perf_counter() - started)
 
-        setattr(owner, name, timed)
-        self._undo.append(lambda: setattr(owner, name, function) if own else delattr(owner, name))
+        return timed
 
     def stop(self) -> dict[str, float]:
         """Mean microseconds of a call by part, the slowest and fastest tenth left out."""
-        while self._undo:
-            self._undo.pop()()
+        self._wrapped.close()
         return {label: _trimmed(times) * 1e6 for label, times in self.seconds.items() if times}
 
 

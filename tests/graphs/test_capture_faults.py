@@ -4,12 +4,13 @@ A disagreement is found before any collective, so the pool goes on once it is me
 collective ends the pool.
 """
 
-import logging
 import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,8 +33,11 @@ from expert_pool.cluster import (
 from expert_pool.cluster.driver.handle import get_answer, named_driver
 from expert_pool.cluster.ranks.capture import CaptureOutcome
 from expert_pool.dispatch.errors import ExpertPoolError
-from expert_pool.graphs.plan import CaptureEntry, CapturePlan, plan_captures
+from expert_pool.graphs.plan import CaptureEntry, plan_captures
 from expert_pool.workers.engine import RankEngine
+from faults_at_start import PLUGIN, session_environment, want
+from handle import in_rank
+from plain_capture import PlainCapture, have_fault, mend
 from plain_ranks import ForkedRanks
 from rank_faults import (
     INJECTED,
@@ -44,7 +48,6 @@ from rank_faults import (
     cannot_record,
     capture_mode_entered_twice,
     capture_mode_left_on,
-    during_capture,
     ends_inside,
     inject,
     one_collective_more,
@@ -62,14 +65,14 @@ from rank_faults import (
     other_table,
     other_tokens_per_request,
     swapped_collectives,
-    undo,
 )
+from rank_insides import run_script
 from rank_logs import said_by
 from running_disagreement import NEW_TOKENS, PROMPTS, WITHIN_S, disagree_while_running
 from waiting import holds_in_time
 
 FULL_MATRIX = bool(os.environ.get("EXPERT_POOL_FULL_MATRIX"))
-LATE_S = 4.0
+LATE_S, START_S = 4.0, 60.0
 MAX_REQUESTS = 3
 LIMITS = Limits(
     max_running_requests=MAX_REQUESTS,
@@ -91,69 +94,51 @@ def config_of(model: str, ranks: int, step_timeout_s: float = 60.0) -> PoolConfi
     )
 
 
-@pytest.fixture(scope="module")
-def session() -> Iterator[None]:
-    """A Ray session for all pools here, with places for two at a time."""
-    for module in (rank_faults, rank_insides, sys.modules[__name__]):
-        ray.cloudpickle.register_pickle_by_value(module)  # actors do not see the folder of the tests
-    places = 8 if FULL_MATRIX else 4
-    ray.init(address="local", num_cpus=places, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
-
-
 @pytest.fixture(scope="module", params=[2, 4] if FULL_MATRIX else [2], ids=lambda ranks: f"{ranks}ranks")
-def pool(request: pytest.FixtureRequest, session: None, random_models: dict[str, str]) -> Iterator[ExpertPool]:
-    """One pool for all faults that a pool survives."""
-    with ExpertPool.launch(config_of(random_models["qwen3_moe"], request.param)) as launched:
-        yield launched
-
-
-def on_rank(pool: ExpertPool, rank: int, function: Any, *args: Any) -> Any:
-    """What `function(engine, *args)` returns in the actor of this rank."""
-    actors = get_answer(pool._driver.__ray_call__.remote(lambda driver: driver._rank_set.actors))
-    return get_answer(actors[rank].__ray_call__.remote(lambda actor: function(actor._engine, *args)))
-
-
-def recapture(pool: ExpertPool) -> CaptureOutcome:
-    return get_answer(pool._driver.recapture.remote())
+def rank_set(request: pytest.FixtureRequest, random_models: dict[str, str]) -> Iterator[ForkedRanks]:
+    """One set of ranks for all faults that ranks survive."""
+    with ForkedRanks(config_of(random_models["qwen3_moe"], request.param)) as ranks:
+        yield ranks
 
 
 @contextmanager
-def fault_on(pool: ExpertPool, rank: int, fault: Fault, *args: Any) -> Iterator[None]:
-    """A fault that exists while graphs are being made."""
-    on_rank(pool, rank, inject, during_capture, fault, *args)
+def fault_on(rank_set: ForkedRanks, ranks: tuple[int, ...], fault: Fault, *args: Any) -> Iterator[None]:
+    """A fault that these ranks have while the context is open."""
+    rank_set.call(have_fault, ranks, fault, args)
     yield
-    on_rank(pool, rank, undo)
+    rank_set.call(mend, ranks)
 
 
-def failed_recapture(pool: ExpertPool, kind: type[ExpertPoolError]) -> str:
-    started = time.monotonic()
+def failed_capture(rank_set: ForkedRanks, kind: type[ExpertPoolError]) -> str:
+    """What the driver raises. Every rank has raised the same, is out of capture mode and holds no graphs."""
+    capture, started = PlainCapture(rank_set), time.monotonic()
     with pytest.raises(kind) as raised:
-        recapture(pool)
+        capture.run()
     assert time.monotonic() - started < WITHIN_S
-    return str(raised.value)
+    message, world_size = str(raised.value), rank_set.rank_config.layout.world_size
+    assert capture.told == [message] * world_size
+    assert rank_set.call(capture_state) == [(0, 0)] * world_size
+    return message
 
 
-def capture_state(engine: RankEngine) -> tuple[str | None, int, int]:
-    """What the driver told this rank last, captures still open, and graphs held."""
-    graphs = engine.graphs
-    return graphs.last_failure, graphs.mode.depth, len(graphs.committed.entries)
+def capture_state(engine: RankEngine) -> tuple[int, int]:
+    """Captures still open, and graphs held."""
+    return engine.graphs.capture_depth, len(engine.graphs.committed.entries)
 
 
-def assert_generates(pool: ExpertPool, reference: Any) -> None:
-    tokens = {one.index: one.token_ids for one in pool.generate(PROMPTS, SamplingParams(max_new_tokens=NEW_TOKENS))}
-    assert [tokens[index] for index in range(len(PROMPTS))] == [reference.greedy(p, NEW_TOKENS) for p in PROMPTS]
+def assert_generates(rank_set: ForkedRanks, reference: Any) -> None:
+    prompts = PROMPTS[: rank_set.rank_config.layout.world_size]
+    by_rank = rank_set.call(run_script, [{0: [prompt]} for prompt in prompts], NEW_TOKENS, False)
+    tokens = {key: ids for generated in by_rank for key, ids in generated.token_ids.items()}
+    assert [tokens[key] for key in range(len(prompts))] == [reference.greedy(prompt, NEW_TOKENS) for prompt in prompts]
+    assert all(generated.report.replays > 0 for generated in by_rank)
 
 
-def assert_whole_again(pool: ExpertPool, reference: Any) -> None:
-    plan, world_size = plan_captures(LIMITS), pool.rank_config.layout.world_size
-    assert recapture(pool) == CaptureOutcome(plan, ())
-    assert [on_rank(pool, rank, capture_state) for rank in range(world_size)] == [
-        (None, 0, len(plan.entries))
-    ] * world_size
-    assert_generates(pool, reference)
-    assert all(report.replays > 0 for report in pool.status().graphs)
+def assert_whole_again(rank_set: ForkedRanks, reference: Any) -> None:
+    plan, world_size = plan_captures(LIMITS), rank_set.rank_config.layout.world_size
+    assert PlainCapture(rank_set).run() == CaptureOutcome(plan, ())
+    assert rank_set.call(capture_state) == [(0, len(plan.entries))] * world_size
+    assert_generates(rank_set, reference)
 
 
 def listed(world_size: int, alike: object, faulty_rank: int, other: object) -> str:
@@ -195,177 +180,172 @@ DISAGREEMENTS = {
 
 
 @pytest.mark.parametrize("field", DISAGREEMENTS)
-def test_a_disagreement_at_capture_reaches_everyone_and_is_mended(field, pool, references):
+def test_a_disagreement_at_capture_reaches_everyone_and_is_mended(field, rank_set, references):
     fault, sentence, alike, other = DISAGREEMENTS[field]
-    world_size = pool.rank_config.layout.world_size
-    with fault_on(pool, 1, fault):
-        message = failed_recapture(pool, GeometryError)
-        assert f"{sentence} ({listed(world_size, alike, 1, other)})" in message
-        states = [on_rank(pool, rank, capture_state) for rank in range(world_size)]
-        assert states == [(message, 0, 0)] * world_size
-    assert_whole_again(pool, references["qwen3_moe"])
+    world_size = rank_set.rank_config.layout.world_size
+    with fault_on(rank_set, (1,), fault):
+        message = failed_capture(rank_set, GeometryError)
+    assert f"{sentence} ({listed(world_size, alike, 1, other)})" in message
+    assert_whole_again(rank_set, references["qwen3_moe"])
 
 
-def test_capture_mode_that_every_rank_leaves_on_is_an_error_everywhere(pool, references):
-    ranks = range(pool.rank_config.layout.world_size)
-    with ExitStack() as faults:
-        for rank in ranks:
-            faults.enter_context(fault_on(pool, rank, capture_mode_left_on))
-        message = failed_recapture(pool, GeometryError)
-        assert "is 1 deep in capture mode after the last recording, and has to be out of it" in message
-        assert [on_rank(pool, rank, capture_state)[1:] for rank in ranks] == [(0, 0)] * len(ranks)
-    assert_whole_again(pool, references["qwen3_moe"])
+def test_capture_mode_that_every_rank_leaves_on_is_an_error_everywhere(rank_set, references):
+    with fault_on(rank_set, tuple(range(rank_set.rank_config.layout.world_size)), capture_mode_left_on):
+        message = failed_capture(rank_set, GeometryError)
+    assert "is 1 deep in capture mode after the last recording, and has to be out of it" in message
+    assert_whole_again(rank_set, references["qwen3_moe"])
 
 
 @pytest.mark.parametrize("faulty_rank", [0, 1])
-def test_every_entry_of_the_counts_is_compared(faulty_rank, pool, references):
-    world_size = pool.rank_config.layout.world_size
+def test_every_entry_of_the_counts_is_compared(faulty_rank, rank_set, references):
+    world_size = rank_set.rank_config.layout.world_size
     for dp_rank in range(world_size):
-        with fault_on(pool, faulty_rank, other_count, dp_rank):
-            message = failed_recapture(pool, GeometryError)
+        with fault_on(rank_set, (faulty_rank,), other_count, dp_rank):
+            message = failed_capture(rank_set, GeometryError)
         expected = f"rehearsal of decode[3 x 1] global_num_tokens_cpu[{dp_rank}] differs"
         assert f"{expected} ({listed(world_size, 3, faulty_rank, 4)})" in message
-        assert [on_rank(pool, r, capture_state) for r in range(world_size)] == [(message, 0, 0)] * world_size
-    assert_whole_again(pool, references["qwen3_moe"])
+    assert_whole_again(rank_set, references["qwen3_moe"])
 
 
-def test_another_plan_on_one_rank_is_refused_by_its_digest(pool, references):
-    plan, world_size = plan_captures(LIMITS), pool.rank_config.layout.world_size
+def test_another_plan_on_one_rank_is_refused_by_its_digest(rank_set, references):
+    plan, world_size = plan_captures(LIMITS), rank_set.rank_config.layout.world_size
     other = plan.without({plan.entries[0]}).digest
-    with fault_on(pool, 1, other_plan):
-        message = failed_recapture(pool, GeometryError)
+    with fault_on(rank_set, (1,), other_plan):
+        message = failed_capture(rank_set, GeometryError)
     assert f"plan digest differs ({listed(world_size, plan.digest, 1, other)}, driver: {plan.digest})" in message
-    assert [on_rank(pool, rank, capture_state) for rank in range(world_size)] == [(message, 0, 0)] * world_size
-    assert_whole_again(pool, references["qwen3_moe"])
+    assert_whole_again(rank_set, references["qwen3_moe"])
 
 
-def test_h5_what_one_rank_cannot_record_no_rank_records(pool, references):
+ENTRY, REASON = CaptureEntry("decode", 3), "needs 3 KV blocks, this rank has 2"
+DROPPED = f"decode[3 x 1] dropped on all ranks: rank 1 {REASON}"
+
+
+def test_h5_what_one_rank_cannot_record_no_rank_records(rank_set, references, caplog):
     """The reason and the rank are in the outcome and in the driver's log; batches of that size run otherwise."""
-    entry, reason = CaptureEntry("decode", 3), "needs 3 KV blocks, this rank has 2"
-    world_size = pool.rank_config.layout.world_size
-    get_answer(pool._driver.__ray_call__.remote(keep_warnings))
-    with fault_on(pool, 1, cannot_record, entry, reason):
-        outcome = recapture(pool)
-        assert outcome.plan == plan_captures(LIMITS).without({entry})
-        [drop] = outcome.dropped
-        assert str(drop) == f"decode[3 x 1] dropped on all ranks: rank 1 {reason}"
-        assert get_answer(pool._driver.__ray_call__.remote(kept_warnings)) == [str(drop)]
-        states = [on_rank(pool, rank, capture_state) for rank in range(world_size)]
-        assert states == [(None, 0, len(outcome.plan.entries))] * world_size
-        assert_generates(pool, references["qwen3_moe"])
-    assert_whole_again(pool, references["qwen3_moe"])
+    with fault_on(rank_set, (1,), cannot_record, str(ENTRY), REASON):
+        outcome = PlainCapture(rank_set).run()
+        assert outcome.plan == plan_captures(LIMITS).without({ENTRY})
+        assert [str(drop) for drop in outcome.dropped] == [DROPPED]
+        assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [DROPPED]
+        states = rank_set.call(capture_state)
+        assert states == [(0, len(outcome.plan.entries))] * len(states)
+        assert_generates(rank_set, references["qwen3_moe"])
+    assert_whole_again(rank_set, references["qwen3_moe"])
 
 
-class KeepingHandler(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+def test_a_rank_that_raises_in_rehearsal_is_named_and_others_go_on_with_it(rank_set, references):
+    with fault_on(rank_set, (1,), ends_inside, "rehearse", "raising"):
+        message = failed_capture(rank_set, RankError)
+    assert message == f"rank 1 failed during rehearse: RuntimeError: {INJECTED}"
+    assert_whole_again(rank_set, references["qwen3_moe"])
 
 
-def keep_warnings(driver: Any) -> None:
-    driver.kept = KeepingHandler()
-    logging.getLogger("expert_pool.cluster.ranks.capture").addHandler(driver.kept)
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Which faults ranks of pools start with; see `faults_at_start.want`."""
+    return tmp_path_factory.mktemp("faults") / "wanted.json"
 
 
-def kept_warnings(driver: Any) -> list[str]:
-    logging.getLogger("expert_pool.cluster.ranks.capture").removeHandler(driver.kept)
-    return driver.kept.messages
+@pytest.fixture(scope="module")
+def session(faults: Path) -> Iterator[None]:
+    """A Ray session for all pools here, with places for two at a time."""
+    for module in (rank_faults, rank_insides, sys.modules[__name__]):
+        ray.cloudpickle.register_pickle_by_value(module)  # actors do not see the folder of the tests
+    places = 8 if FULL_MATRIX else 4
+    with session_environment(faults):
+        ray.init(address="local", num_cpus=places, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
 
 
-def test_a_rank_that_raises_in_rehearsal_is_named_and_the_pool_goes_on(pool, references):
-    world_size = pool.rank_config.layout.world_size
-    with fault_on(pool, 1, ends_inside, "rehearse", "raising"):
-        message = failed_recapture(pool, RankError)
-        assert message == f"rank 1 failed during rehearse: RuntimeError: {INJECTED}"
-        assert [on_rank(pool, rank, capture_state) for rank in range(world_size)] == [(message, 0, 0)] * world_size
-        assert pool.status().state == "ready"
-    assert_whole_again(pool, references["qwen3_moe"])
+@pytest.fixture(autouse=True)
+def no_fault_is_left(faults: Path) -> Iterator[None]:
+    yield
+    faults.unlink(missing_ok=True)
 
 
-def agree_late(engine: RankEngine) -> None:
-    agree = engine.graphs.agree
-
-    def late(plan: CapturePlan) -> Any:
-        del engine.graphs.agree
-        time.sleep(LATE_S)
-        return agree(plan)
-
-    engine.graphs.agree = late
+def with_faults(model: str, ranks: int, **recovery: Any) -> PoolConfig:
+    config = config_of(model, ranks)
+    return msgspec.structs.replace(config, plugins=(PLUGIN,), recovery=RecoveryConfig(backoff_s=0, **recovery))
 
 
-def generated_tokens(pool: ExpertPool) -> int:
-    return sum(stats.generated_tokens for stats in pool.status().stats)
+def generated_by(pool: ExpertPool) -> list[tuple[int, ...]]:
+    tokens = {one.index: one.token_ids for one in pool.generate(PROMPTS, SamplingParams(max_new_tokens=NEW_TOKENS))}
+    return [tokens[index] for index in range(len(PROMPTS))]
 
 
-def test_what_a_caller_leaves_during_a_capture_is_dropped_on_its_rank(pool):
-    before = generated_tokens(pool)
-    sampling = [SamplingParams(max_new_tokens=number, ignore_eos=True) for number in (1, 450)]
-    completions = pool.generate([PROMPTS[0]] * 2, sampling)
-    next(completions)
-    on_rank(pool, 0, agree_late)
-    captured = pool._driver.recapture.remote()
-    assert holds_in_time(lambda: pool.status().state == "capturing", LATE_S)
-    completions.close()
-    assert get_answer(captured).dropped == ()
-    idle = lambda: all(stats.running + stats.waiting == 0 for stats in pool.status().stats)  # noqa: E731
-    assert holds_in_time(idle, WITHIN_S)
-    assert generated_tokens(pool) - before < 450
+def test_h5_a_pool_that_drops_a_graph_says_so_and_one_that_disagrees_at_another_size_keeps_the_one_it_has(
+    faults, session, random_models, references, tmp_path
+):
+    """And what a caller leaves while ranks record is run by none of them."""
+    expected = [references["qwen3_moe"].greedy(prompt, NEW_TOKENS) for prompt in PROMPTS]
+    lines: list[str] = []
+    want(faults, [1], "cannot_record", str(ENTRY), REASON)
+    config = with_faults(random_models["qwen3_moe"], 2, max_restarts=0)
+    with ExpertPool.launch(config, report=lines.append) as pool, ThreadPoolExecutor(1) as threads:
+        assert DROPPED in lines
+        for report in pool.status().graphs:
+            assert [use.entry for use in report.graphs] == list(plan_captures(LIMITS).without({ENTRY}).entries)
+        assert generated_by(pool) == expected
+
+        stamp = tmp_path / "asked"
+        want(faults, [0], "agrees_late", str(stamp), LATE_S)
+        sampling = [SamplingParams(max_new_tokens=number, ignore_eos=True) for number in (1, 450)]
+        completions = pool.generate([PROMPTS[0]] * 2, sampling)
+        next(completions)
+        resizing = threads.submit(pool.resize, 1)
+        assert holds_in_time(stamp.exists, START_S)
+        assert pool.status().state == "resizing"
+        completions.close()
+        resizing.result()
+        status = pool.status()
+        assert (status.unfinished, sum(stats.generated_tokens for stats in status.stats)) == (0, 0)
+
+        want(faults, [1], "other_bucket")
+        said = rf"^not resized, the pool has 1 ranks: ranks disagree: .*bucket differs \({listed(2, 2, 1, 1)}\)"
+        with pytest.raises(GeometryError, match=said):
+            pool.resize(2)
+        status = pool.status()
+        assert (status.state, len(status.places), status.restarts) == ("ready", 1, 0)
+        assert [use.entry for use in status.graphs[0].graphs] == list(plan_captures(LIMITS).entries)
+        assert generated_by(pool) == expected
+        assert pool.status().graphs[0].replays > 0
 
 
-ENDINGS = [("dying", "rehearse"), *((by, stage) for by in ("raising", "dying") for stage in ("warm_up", "record"))]
+ENDINGS = [(by, stage) for by in ("raising", "dying") for stage in ("rehearse", "warm_up", "record")]
 SAMPLE_ENDINGS = [("raising", "warm_up"), ("dying", "record")]
 
 
 @pytest.mark.parametrize("ranks", [2, 4] if FULL_MATRIX else [2])
 @pytest.mark.parametrize(("by", "stage"), ENDINGS if FULL_MATRIX else SAMPLE_ENDINGS)
 def test_a_rank_that_ends_inside_capture_is_named_and_takes_no_rank_into_a_hang(
-    by, stage, ranks, session, random_models
+    by, stage, ranks, faults, session, random_models
 ):
-    with ExpertPool.launch(config_of(random_models["qwen3_moe"], ranks)) as pool:
-        processes = [psutil.Process(place.pid) for place in pool.status().places]
-        on_rank(pool, 1, inject, ends_inside, stage, by)
-        message = failed_recapture(pool, RankError)
-        where = stage if stage == "rehearse" else f"{stage} piecewise[16 x 1]"
-        cause = f"failed during {where}: RuntimeError: {INJECTED}" if by == "raising" else f"died during {where}: "
-        assert message.startswith("rank 1 ")
-        assert cause in message
-        assert pool.status().state == "failed"
-        assert message in (pool.status().failure or "")
-        assert_told_and_ended(processes, message, survivors=[rank for rank in range(ranks) if rank != 1])
-        with pytest.raises(RankError, match="rank 1"):
-            next(pool.generate(PROMPTS))
-
-
-@pytest.mark.long
-def test_a_rank_that_raises_in_the_first_capture_is_not_tried_again(session, random_models):
-    """That the others are then ended is no loss of a process, which would be a reason to begin again."""
+    """Where it raises, the pool is not started again: that the others are then ended is no loss of a process."""
     lines: list[str] = []
+    processes: list[psutil.Process] = []
+    name = f"{by}-{stage}-{ranks}"
 
     def on_line(line: str) -> None:
         lines.append(line)
-        if line == "starting ranks":
-            get_answer(named_driver("first").__ray_call__.remote(raise_in_the_first_capture))
+        if line.startswith("loading"):
+            places = get_answer(named_driver(name).status.remote()).places
+            processes.extend(psutil.Process(place.pid) for place in places)
 
-    config = msgspec.structs.replace(config_of(random_models["qwen3_moe"], 2), recovery=RecoveryConfig(backoff_s=0))
-    with pytest.raises(RankError, match=rf"^rank 1 failed during warm_up .*{INJECTED}"):
-        ExpertPool.launch(config, report=on_line, name="first")
+    want(faults, [1], "ends_inside", stage, by)
+    config = with_faults(random_models["qwen3_moe"], ranks, max_restarts=3 if by == "raising" else 0)
+    with pytest.raises(RankError) as raised:
+        ExpertPool.launch(config, report=on_line, name=name)
+    message = str(raised.value)
+    where = stage if stage == "rehearse" else f"{stage} piecewise[16 x 1]"
+    cause = f"failed during {where}: RuntimeError: {INJECTED}" if by == "raising" else f"died during {where}: "
+    assert message.startswith("rank 1 ")
+    assert cause in message
     assert not [line for line in lines if "restarting" in line]
-
-
-def raise_in_the_first_capture(driver: Any) -> None:
-    pool_ranks = driver._life.pool_ranks
-    capture = pool_ranks.capture
-
-    async def with_a_fault() -> None:
-        await pool_ranks.rank_set.actors[1].__ray_call__.remote(
-            lambda actor: inject(actor._engine, ends_inside, "warm_up", "raising")
-        )
-        await capture()
-
-    pool_ranks.capture = with_a_fault
+    assert len(processes) == ranks
+    # Where nothing was sent yet, ranks go on, until the pool that could not start ends them.
+    told = [rank for rank in range(ranks) if rank != 1 and (by, stage) != ("raising", "rehearse")]
+    assert_told_and_ended(processes, message, survivors=told)
 
 
 @pytest.mark.parametrize("ranks", [2, 4] if FULL_MATRIX else [2])
@@ -374,7 +354,7 @@ def test_a_rank_that_ends_inside_a_step_is_named_on_every_survivor(by, ranks, se
     with ExpertPool.launch(config_of(random_models["qwen3_moe"], ranks)) as pool:
         processes = [psutil.Process(place.pid) for place in pool.status().places]
         completions = pool.generate(PROMPTS, SamplingParams(max_new_tokens=480, ignore_eos=True))
-        on_rank(pool, 1, inject, ends_inside, "step", by)
+        in_rank(pool, 1, inject, ends_inside, "step", by)
         started = time.monotonic()
         with pytest.raises(RankError) as raised:
             list(completions)
@@ -401,7 +381,7 @@ def test_a_disagreement_in_a_running_pool_ends_it_for_everyone(ranks, session, r
         completions = pool.generate([[3, 4], [5, 6], [7, 8]], lengths)
         assert next(completions).num_completion_tokens == 1
         started = time.monotonic()
-        on_rank(pool, 1, inject, other_expert_backend)
+        in_rank(pool, 1, inject, other_expert_backend)
         with pytest.raises(GeometryError) as raised:
             list(completions)
         assert time.monotonic() - started < WITHIN_S
@@ -422,12 +402,6 @@ STEP_DISAGREEMENTS = {
     "graphs": (other_committed_graphs, "graphs.entries[3] differs", "decode 1 1 0", "none"),
     "config": (other_config, "config.limits.max_running_requests differs", MAX_REQUESTS, MAX_REQUESTS + 1),
 }
-
-
-@pytest.fixture(scope="module", params=[2, 4] if FULL_MATRIX else [2], ids=lambda ranks: f"{ranks}ranks")
-def rank_set(request: pytest.FixtureRequest, random_models: dict[str, str]) -> Iterator[ForkedRanks]:
-    with ForkedRanks(config_of(random_models["qwen3_moe"], request.param)) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("field", STEP_DISAGREEMENTS)

@@ -11,10 +11,10 @@ from expert_pool.dispatch.budgets.geometry import StepGeometry
 from expert_pool.graphs.plan import CaptureEntry, plan_captures
 from expert_pool.workers.attention.kv_cache import PADDING_BLOCK, PADDING_SLOT, KvCache
 from expert_pool.workers.engine import RankEngine
+from handle import cached_tensors, recorded_of, run_padded, target_of, tensors_of
 from models import VOCAB_SIZE
 from plain_ranks import ForkedRanks
-from rank_insides import target_of
-from test_replay import CLOSE, compare_replays, poison_buffers, run_padded
+from test_replay import CLOSE, compare_replays, poison_buffers
 
 FULL_MATRIX = os.environ.get("EXPERT_POOL_FULL_MATRIX") == "1"
 MAX_REQUESTS, DRAFT_TOKENS, DRAFT_STEPS, TOP_K = 4, 3, 2, 2
@@ -106,8 +106,9 @@ class DraftCaches:
         if engine.loaded.draft.cache is not None:
             caches.append(engine.loaded.draft.cache)
         generator = torch.Generator().manual_seed(3)
-        self._tensors = [tensor for cache in caches for tensor in (*cache._keys, *cache._values)]
-        self._num_target = len(caches[0]._keys) * 2
+        by_cache = [[*keys, *values] for keys, values in map(cached_tensors, caches)]
+        self._tensors = [tensor for tensors in by_cache for tensor in tensors]
+        self._num_target = len(by_cache[0])
         self._contents = [torch.randn(tensor.shape, generator=generator) for tensor in self._tensors]
 
     def restore(self, padding: float) -> None:
@@ -209,7 +210,7 @@ def collectives_per_kind(engine: RankEngine) -> dict[str, int]:
     """Exchanges with the experts that each recorded draft graph of the largest bucket froze."""
     return {
         str(entry): sum(call.group == "ep" for call in record.collectives)
-        for entry, record in engine.graphs._recorded.items()
+        for entry, record in recorded_of(engine.graphs).items()
         if entry.bucket == MAX_REQUESTS and engine.graphs.runners[entry.kind].kind.model == "draft"
     }
 
@@ -229,7 +230,7 @@ def buffer_addresses(engine: RankEngine) -> dict[str, set[int]]:
     """Where the static buffers of target and draft graphs lie."""
     addresses: dict[str, set[int]] = {}
     for runner in engine.graphs.runners.values():
-        tensors = runner.buffers._tensors.values()
+        tensors = tensors_of(runner.buffers).values()
         addresses.setdefault(runner.kind.model, set()).update(tensor.data_ptr() for tensor in tensors)
     return addresses
 

@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig
 from expert_pool.dispatch.budgets.geometry import StepGeometry
-from expert_pool.graphs.kinds import KINDS
+from expert_pool.dispatch.budgets.step_kinds import KINDS
 from expert_pool.graphs.plan import CaptureEntry, plan_captures
-from expert_pool.graphs.runner import GraphRunner
 from expert_pool.workers.attention.kv_cache import PADDING_BLOCK
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.request import Request, SamplingParams
@@ -22,9 +21,10 @@ from expert_pool.workers.scheduling.rows import StepRows
 from expert_pool.workers.scheduling.scheduler import BatchKind, ScheduledBatch, Slice
 from expert_pool.workers.scheduling.sequence import TokenSequence
 from expert_pool.workers.step_plan import EAGER_TOO_LARGE
+from handle import allocator_of, cached_tensors, collectives_of, dispatcher_of, run_padded, target_of, tensors_of
 from models import FAMILIES, VOCAB_SIZE
 from plain_ranks import ForkedRanks
-from rank_insides import Generated, RanStep, collectives_of, dispatcher_of, run_script, target_of
+from rank_insides import Generated, RanStep, run_script
 
 FULL_MATRIX = os.environ.get("EXPERT_POOL_FULL_MATRIX") == "1"
 MAX_REQUESTS = 5
@@ -102,7 +102,7 @@ def make_batch(engine: RankEngine, kind: str, count: int) -> ScheduledBatch:
         lengths = [count // num_requests + (index < count % num_requests) for index in range(num_requests)]
     else:
         lengths = [VERIFY_TOKENS if kind == "target_verify" else 1] * count
-    allocator = engine.loaded.loop._scheduler._allocator
+    allocator = allocator_of(engine)
     slices = []
     for index, length in enumerate(lengths):
         # Contexts end within a block and at its edge; the first prefill starts at nothing.
@@ -129,8 +129,9 @@ class CacheState:
     """Random keys and values in every block of a rank's cache, to be put back before every run of a step."""
 
     def __init__(self, engine: RankEngine):
-        cache, generator = target_of(engine).cache, torch.Generator().manual_seed(1)
-        self._tensors = [*cache._keys, *cache._values]
+        keys, values = cached_tensors(target_of(engine).cache)
+        generator = torch.Generator().manual_seed(1)
+        self._tensors = [*keys, *values]
         self._contents = [torch.randn(tensor.shape, generator=generator) for tensor in self._tensors]
 
     def restore(self, padding: float) -> None:
@@ -143,17 +144,9 @@ class CacheState:
         return [tensor[PADDING_BLOCK + 1 :].clone() for tensor in self._tensors]
 
 
-def run_padded(
-    runner: GraphRunner, entry: CaptureEntry, values: Mapping[str, torch.Tensor], num_due: int
-) -> torch.Tensor:
-    """The step of a graph with its padding, run directly; what a replay must equal to the bit."""
-    runner._take(entry, values)
-    return runner._step_on_views(entry)[:num_due]
-
-
 def poison_buffers(engine: RankEngine, kind: str) -> None:
     """Overwrite everything with values that would be noticed: NaN, and ids far out of range."""
-    for tensor in engine.graphs.runners[kind].buffers._tensors.values():
+    for tensor in tensors_of(engine.graphs.runners[kind].buffers).values():
         tensor.fill_(float("nan") if tensor.is_floating_point() else POISON_INTEGER)
     buffers = getattr(dispatcher_of(engine), "buffers", None)
     if buffers is not None:
@@ -197,7 +190,7 @@ def compare_replays(engine: RankEngine, kind: str, steps: Sequence[tuple[int, ..
         eager = target.forward(exact, geometry)[:num_due]
 
         for piece in batch.slices:
-            engine.loaded.loop._scheduler._allocator.release(piece.sequence.blocks)
+            allocator_of(engine).release(piece.sequence.blocks)
         where = f"{entry} with counts {counts}"
         if replayed.shape != (num_due, target.model.config.vocab_size):
             found.append(f"{where}: {tuple(replayed.shape)} logits for {num_due} due rows")

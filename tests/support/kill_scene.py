@@ -25,7 +25,7 @@ from expert_pool.cluster import (
     SamplingParams,
     WorkerConfig,
 )
-from expert_pool.cluster.driver.handle import get_answer
+from handle import in_rank
 from kill_report import Row
 from rank_faults import dies_recording, ends_at_step, inject
 from ray.util.placement_group import placement_group_table
@@ -67,12 +67,6 @@ def load_of(rng: random.Random, num_requests: int) -> tuple[list[list[int]], lis
         )
         for index in range(num_requests)
     ]
-
-
-def on_rank(pool: ExpertPool, rank: int, function: Any, *args: Any) -> Any:
-    """What `function(engine, *args)` returns in the actor of this rank."""
-    actors = get_answer(pool._driver.__ray_call__.remote(lambda driver: driver._rank_set.actors))
-    return get_answer(actors[rank].__ray_call__.remote(lambda actor: function(actor._engine, *args)))
 
 
 def processes_of(*actors: str) -> list[psutil.Process]:
@@ -220,7 +214,7 @@ class Scene:
         chosen = sorted(self.rng.sample(range(len(self.pool.status().places)), ranks))
         self.aim = f"{kind.lower()} step {number}, rank {' and '.join(map(str, chosen))}"
         for rank in chosen:
-            on_rank(self.pool, rank, inject, ends_at_step, kind, number, by, str(self.stamp))
+            in_rank(self.pool, rank, inject, ends_at_step, kind, number, by, str(self.stamp))
 
     def once_it_says(self, beginning: str, act: Callable[[], None]) -> None:
         """Act, on a thread, when the pool reports a line that begins so."""
@@ -274,7 +268,7 @@ def kill_in_the_capture_after(scene: Scene) -> None:
     number, rank = scene.rng.randint(1, len(status.graphs[0].graphs)), scene.rng.randrange(len(status.places))
     scene.at_step("DECODE", "dying")
     scene.aim = f"recording graph {number}, rank {rank}"
-    scene.once_it_says("loading", lambda: on_rank(scene.pool, rank, inject, dies_recording, number, str(scene.stamp)))
+    scene.once_it_says("loading", lambda: in_rank(scene.pool, rank, inject, dies_recording, number, str(scene.stamp)))
 
 
 FAULTS: dict[str, tuple[Callable[[Scene], None], int]] = {

@@ -86,7 +86,7 @@ class PlainRanks:
         self._deliver({dp_rank: Intake(requests=tuple(requests)) for dp_rank, requests in intakes.items()})
         finished: dict[int, Completion] = {}
         while len(finished) < len(prompts):
-            completions, stats = self._report()
+            completions, stats = self.next_report()
             finished |= {completion.key: completion for completion in completions}
             self.stats[stats.dp_rank] = stats
         return [finished[key] for key in keys]
@@ -99,7 +99,7 @@ class PlainRanks:
             mine = intakes.get(dp_rank, Intake()) if rank == layout.leader(dp_rank) else Intake()
             commands.put(("deliver", mine, self._wake_epoch, leave))
 
-    def _report(self) -> Any:
+    def next_report(self) -> Any:
         try:
             kind, content = self._reports.get(timeout=DEADLINE_S)
         except queue.Empty:

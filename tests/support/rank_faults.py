@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,24 +19,26 @@ from expert_pool.dispatch.dispatchers.exchange import ExchangeBuffers
 from expert_pool.graphs.plan import CaptureEntry, CapturePlan
 from expert_pool.workers.agreement import StateReader
 from expert_pool.workers.engine import RankEngine
-from rank_insides import collectives_of, dispatcher_of, path_of
+from handle import (
+    collectives_of,
+    dispatcher_of,
+    executor_of,
+    geometry_of,
+    model_of,
+    path_of,
+    replaced,
+    tensors_of,
+    with_means,
+    with_model,
+    with_state,
+    with_tensors,
+)
 
 Fault = Callable[..., AbstractContextManager[None]]
 OTHER_BACKEND = "another backend"
 OTHER_TABLE = "all layers to 16: another path"
 OTHER_SCALE = 0.25
 INJECTED = "injected failure"
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute of an object, for as long as the context is open."""
-    own, before = name in vars(owner), getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before) if own else delattr(owner, name)
 
 
 @contextmanager
@@ -77,7 +80,7 @@ def other_count(engine: RankEngine, dp_rank: int) -> AbstractContextManager[None
     def change(geometry: StepGeometry) -> StepGeometry:
         counts = list(geometry.num_tokens_per_dp_rank)
         counts[dp_rank] += 1
-        return StepGeometry._build(geometry.layout, tuple(counts), PaddingMode.MAX_LEN, True, geometry.capacity)
+        return geometry_of(geometry, tuple(counts), PaddingMode.MAX_LEN)
 
     return other_geometry(engine, change)
 
@@ -103,6 +106,12 @@ def holds_otherwise(engine: RankEngine, **changes: Any) -> AbstractContextManage
     return replaced(type(path), "held", property(lambda _: held))
 
 
+def other_facts(engine: RankEngine, changes: dict[str, Any]) -> AbstractContextManager[None]:
+    """Whatever the dispatcher, its capacity, experts or scales are read as others; as JSON has them."""
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
+    return holds_otherwise(engine, **values)
+
+
 def other_dispatcher(engine: RankEngine) -> AbstractContextManager[None]:
     return replaced(dispatcher_of(engine), "name", "another dispatcher")
 
@@ -122,9 +131,10 @@ def other_fp8_scale(engine: RankEngine) -> AbstractContextManager[None]:
 
 def other_buffer_shape(engine: RankEngine) -> AbstractContextManager[None]:
     """Block tables with one more column."""
-    tensors = engine.graphs.runners["decode"].buffers._tensors
-    wider = torch.cat([tensors["block_tables"], tensors["block_tables"][:, :1]], dim=1)
-    return replaced(engine.graphs.runners["decode"].buffers, "_tensors", {**tensors, "block_tables": wider})
+    buffers = engine.graphs.runners["decode"].buffers
+    tables = tensors_of(buffers)["block_tables"]
+    wider = torch.cat([tables, tables[:, :1]], dim=1)
+    return with_tensors(buffers, {**tensors_of(buffers), "block_tables": wider})
 
 
 @contextmanager
@@ -148,31 +158,31 @@ def swapped_collectives(engine: RankEngine) -> Iterator[None]:
 @contextmanager
 def one_collective_more(engine: RankEngine) -> Iterator[None]:
     runner, collectives = engine.graphs.runners["decode"], collectives_of(engine)
-    step, world_size = runner._model.step, engine.config.layout.world_size
+    step, world_size = model_of(runner).step, engine.config.layout.world_size
 
     def with_another(*arguments: Any) -> torch.Tensor:
         output = step(*arguments)
         collectives.all_gather("ep", torch.zeros(world_size, 7), torch.zeros(1, 7))
         return output
 
-    with replaced(runner, "_model", dataclasses.replace(runner._model, step=with_another)):
+    with with_model(runner, step=with_another):
         yield
 
 
 @contextmanager
 def capture_mode_left_on(engine: RankEngine) -> Iterator[None]:
-    engine.graphs.mode.enter("a capture that was never left")
+    engine.graphs.capture_depth += 1
     yield
-    engine.graphs.mode.clear()
+    engine.graphs.capture_depth = 0
 
 
 @contextmanager
 def capture_mode_entered_twice(engine: RankEngine) -> Iterator[None]:
     """After the rehearsal, so that only the recording shows it."""
-    begin, mode = engine.graphs.begin, engine.graphs.mode
+    begin, graphs = engine.graphs.begin, engine.graphs
 
     def begin_twice() -> None:
-        mode.enter("an outer capture")
+        graphs.capture_depth += 1
         begin()
 
     with replaced(engine.graphs, "begin", begin_twice):
@@ -186,11 +196,8 @@ def other_plan(engine: RankEngine) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def cannot_record(engine: RankEngine, entry: CaptureEntry, reason: str) -> Iterator[None]:
-    can_record = engine.graphs._can_record
-    with replaced(engine.graphs, "_can_record", lambda one: reason if one == entry else can_record(one)):
-        yield
+def cannot_record(engine: RankEngine, entry: CaptureEntry | str, reason: str) -> AbstractContextManager[None]:
+    return with_means(engine.graphs, lambda one, said: reason if str(one) == str(entry) else said)
 
 
 @contextmanager
@@ -206,7 +213,7 @@ def other_config(engine: RankEngine) -> AbstractContextManager[None]:
         engine.config.limits, max_running_requests=engine.config.limits.max_running_requests + 1
     )
     config = msgspec.structs.replace(engine.config, limits=limits)
-    return replaced(engine.loaded.loop, "_state", StateReader(config, path_of(engine), engine.graphs))
+    return with_state(engine, StateReader(config, path_of(engine), engine.graphs))
 
 
 @contextmanager
@@ -219,7 +226,7 @@ def ends_inside(engine: RankEngine, stage: str, by: str) -> Iterator[None]:
         by: `raising` or `dying`.
     """
     collectives = collectives_of(engine)
-    owner, name = (engine.loaded.loop._executor, "run") if stage == "step" else (engine.graphs, stage)
+    owner, name = (executor_of(engine), "run") if stage == "step" else (engine.graphs, stage)
     run, all_to_all = getattr(owner, name), collectives.all_to_all
     inside = [False]
 
@@ -252,7 +259,7 @@ def ends_at_step(engine: RankEngine, kind: str, number: int, by: str, stamp: str
         by: `raising`, `dying` or `stopping`.
         stamp: file that gets the time when it happens.
     """
-    collectives, executor = collectives_of(engine), engine.loaded.loop._executor
+    collectives, executor = collectives_of(engine), executor_of(engine)
     run, all_to_all = executor.run, collectives.all_to_all
     steps, inside = [0], [False]
 
@@ -306,27 +313,21 @@ def _end_now(by: str, stamp: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL if by == "dying" else signal.SIGSTOP)
 
 
-@contextmanager
-def during_capture(engine: RankEngine, fault: Fault, *args: Any) -> Iterator[None]:
-    """The fault exists from the first call of the capture protocol to its last, and not in the step loop around it."""
-    graphs, opened = engine.graphs, fault(engine, *args)
-    fail, commit = graphs.fail, graphs.commit
+def agrees_late(engine: RankEngine, stamp: str, seconds: float) -> AbstractContextManager[None]:
+    """The rank takes so long to say that it can record the plan; the file is there once it was asked."""
+    agree = engine.graphs.agree
 
-    def agree(plan: CapturePlan) -> Any:
-        del graphs.agree
-        opened.__enter__()
-        return graphs.agree(plan)
+    def late(plan: CapturePlan) -> Any:
+        Path(stamp).touch()
+        time.sleep(seconds)
+        return agree(plan)
 
-    def closing(last: Callable[..., Any]) -> Callable[..., Any]:
-        def close_and_call(argument: Any) -> Any:
-            opened.__exit__(None, None, None)
-            return last(argument)
+    return replaced(engine.graphs, "agree", late)
 
-        return close_and_call
 
-    graphs.agree = agree
-    with replaced(graphs, "fail", closing(fail)), replaced(graphs, "commit", closing(commit)):
-        yield
+def hangs_inside(engine: RankEngine, stage: str, seconds: float) -> AbstractContextManager[None]:
+    """The rank does not come back from this call of the capture protocol, and so answers no other."""
+    return replaced(engine.graphs, stage, lambda *_: time.sleep(seconds))
 
 
 def inject(engine: RankEngine, fault: Fault, *args: Any) -> None:

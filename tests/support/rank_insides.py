@@ -1,4 +1,4 @@
-"""What tests reach for inside a rank's process: its parts by name, scripted arrivals, and what its steps did."""
+"""What tests run inside a rank's process: generations of scripted arrivals, and what their steps did."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,25 +9,9 @@ from expert_pool.graphs.plan import CaptureEntry
 from expert_pool.graphs.report import GraphReport
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.mailbox import Inbox, Intake
-from expert_pool.workers.model.target import TargetModel
 from expert_pool.workers.request import Request, SamplingParams
 from expert_pool.workers.step_plan import StepPlan
-
-
-def target_of(engine: RankEngine) -> TargetModel:
-    return engine.loaded.loop._executor._model
-
-
-def dispatcher_of(engine: RankEngine) -> Any:
-    return path_of(engine).dispatcher
-
-
-def path_of(engine: RankEngine) -> Any:
-    return target_of(engine)._exchange.path
-
-
-def collectives_of(engine: RankEngine) -> Any:
-    return target_of(engine)._exchange.collectives
+from handle import collectives_of, executor_of, replaced, take_completions, with_inbox
 
 
 @dataclass(frozen=True)
@@ -111,8 +95,8 @@ def run_script(
             keys += len(prompts)
             if engine.rank == layout.leader(dp_rank):
                 mine[iteration] = requests
-    loop, steps = engine.loaded.loop, []
-    inbox, executor_run = loop._inbox, loop._executor.run
+    executor, steps = executor_of(engine), []
+    executor_run = executor.run
 
     def run_and_note(batch: Any, plan: StepPlan) -> Any:
         assert plan.geometry is not None
@@ -130,12 +114,7 @@ def run_script(
         )
         return logits
 
-    loop._inbox, loop._executor.run = ScriptedInbox(mine), run_and_note
-    try:
-        loop.run()
-    finally:
-        loop._inbox, loop._executor.run = inbox, executor_run
-    completions = engine.outbox._completions
-    tokens = {completion.key: completion.token_ids for completion in completions}
-    completions.clear()
+    with with_inbox(engine, ScriptedInbox(mine)), replaced(executor, "run", run_and_note):
+        engine.loaded.loop.run()
+    tokens = {completion.key: completion.token_ids for completion in take_completions(engine)}
     return Generated(tokens, steps, engine.graphs.report())

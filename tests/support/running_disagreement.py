@@ -5,6 +5,7 @@ from typing import Any
 
 from expert_pool.dispatch.errors import GeometryError
 from expert_pool.workers.engine import RankEngine
+from handle import agreement_of, state_of
 from rank_faults import Fault
 from rank_insides import run_script
 
@@ -20,15 +21,15 @@ def disagree_while_running(engine: RankEngine, fault: Fault, faulty_rank: int) -
     Returns:
         The error that this rank raised, seconds from the fault to it, and what was generated in the end.
     """
-    agreement, seen = engine.loaded.loop._agreement, [0]
+    agreement, seen = agreement_of(engine), [0]
     agree, opened = agreement.agree, []
 
     def agree_with_fault(*arguments: Any) -> Any:
         seen[0] += 1
         if seen[0] == FAULTY_STEP and engine.rank == faulty_rank:
             opened[0].__enter__()
-            proposal = arguments[0]._replace(state_digest=engine.loaded.loop._state.digest())
-            arguments = (proposal, engine.loaded.loop._state)
+            state = state_of(engine)
+            arguments = (arguments[0]._replace(state_digest=state.digest()), state)
         return agree(*arguments)
 
     opened.append(fault(engine))

@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import psutil
 from expert_pool.cluster import ExpertPool
-from expert_pool.cluster.driver.handle import get_answer
+from handle import in_driver
 from kill_scene import Left, config_of, load_of, ray_session
 from models import save_random_model
 
@@ -181,7 +181,7 @@ class Soak:
             os.kill(place.pid, signal.SIGKILL)
 
     def _watch_memory(self) -> None:
-        pid = get_answer(self.pool._driver.__ray_call__.remote(lambda driver: os.getpid()))
+        pid = in_driver(self.pool, lambda driver: os.getpid())
         while not self._over.wait(SAMPLE_EVERY_S):
             now = time.time() - self.began
             self.driver.sample(pid, now)

@@ -12,6 +12,7 @@ from expert_pool.cluster import GeometryError, Limits, PoolConfig
 from expert_pool.cluster.config import resolve
 from expert_pool.dispatch.budgets.geometry import PaddingMode
 from expert_pool.dispatch.budgets.layout import Layout
+from expert_pool.dispatch.budgets.step_kinds import KINDS
 from expert_pool.dispatch.expert_path import HeldAlike
 from expert_pool.graphs.lockstep import LockstepRank
 from expert_pool.graphs.plan import CaptureEntry, CapturePlan, plan_captures
@@ -20,6 +21,7 @@ from expert_pool.workers.agreement import StateReader
 from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.scheduling.scheduler import BatchKind
 from expert_pool.workers.step_plan import EAGER_NO_GRAPHS, EAGER_TOO_LARGE, Proposal, choose_graph, derive_plan
+from handle import agreement_of, scheduler_of
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_ranks import run_on_ranks
@@ -112,6 +114,19 @@ def test_one_graph_for_all_or_the_reason_why_none(kinds, counts, graphs, expecte
     assert (graph is None) != (reason is None)
 
 
+def test_a_kind_that_serves_no_step_is_recorded_and_never_replayed():
+    """So a pool that is asked for drafts runs as one without them."""
+    asked = Limits(max_running_requests=8, speculative_algorithm="EAGLE", speculative_num_draft_tokens=3)
+    graphs = plan_captures(asked)
+    without = graphs.without({entry for entry in graphs.entries if KINDS[entry.kind].serves})
+    assert {"target_verify", "eagle_draft", "eagle_draft_extend"} == {entry.kind for entry in without.entries}
+    for kinds, expected in (([DECODE, IDLE], "decode"), ([PREFILL, DECODE], "piecewise")):
+        replayed, _ = choose_graph(kinds, (3, 1), graphs)
+        assert replayed is not None
+        assert replayed.kind == expected
+        assert choose_graph(kinds, (3, 1), without) == (None, EAGER_NO_GRAPHS)
+
+
 def test_a_step_above_the_capacity_is_refused():
     with pytest.raises(GeometryError, match="rank 1 would dispatch 65 rows, above the capacity of 64"):
         derive_plan([proposal(DECODE, 1), proposal(PREFILL, 65)], Layout(2), CAPACITY, GRAPHS)
@@ -189,7 +204,7 @@ CHANGES = {
     ),
     "capacity": (partial(Holder.change, name="capacity", value=63), "capacity differs (rank 0: 64, rank 1: 63)"),
     "capture_mode": (
-        lambda holder: holder.graphs.mode.enter("someone"),
+        lambda holder: setattr(holder.graphs, "capture_depth", 1),
         "capture_depth differs (rank 0: 0, rank 1: 1)",
     ),
     "graphs": (
@@ -232,7 +247,7 @@ def test_differences_name_every_field_with_each_holder_and_its_value():
 
 
 def plans_of_a_generation(engine: Any) -> list[Any]:
-    agreement, plans = engine.loaded.loop._agreement, []
+    agreement, plans = agreement_of(engine), []
     agree = agreement.agree
 
     def agree_and_note(*arguments: Any) -> Any:
@@ -252,7 +267,7 @@ def test_ranks_that_run_hold_equal_plans_at_every_step(random_models):
 
 def what_a_rank_says_that_dropped_another_request(engine: Any) -> str:
     """Each rank ends one of three requests, as if it had found a stop text in it, and not the same one."""
-    scheduler, calls = engine.loaded.loop._scheduler, itertools.count()
+    scheduler, calls = scheduler_of(engine), itertools.count()
     schedule = scheduler.schedule
 
     def drop_one_and_schedule() -> Any:

@@ -34,7 +34,7 @@ def greedy(num_tokens: int) -> SamplingParams:
 def settled_stats(rank_set: PlainRanks) -> dict[int, RankStats]:
     """Counters of all ranks once they stand still: as many steps on each."""
     while len(rank_set.stats) < RANKS or len({stats.steps for stats in rank_set.stats.values()}) > 1:
-        _, stats = rank_set._report()
+        _, stats = rank_set.next_report()
         rank_set.stats[stats.dp_rank] = stats
     return dict(rank_set.stats)
 

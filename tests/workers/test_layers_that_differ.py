@@ -12,9 +12,10 @@ from expert_pool.dispatch.dispatchers.flashinfer_workspace import flashinfer_wor
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.model.checkpoint import absent_expert_weights, check_weights
 from expert_pool.workers.model.inspection import inspect_model
+from handle import dispatcher_of
 from models import VOCAB_SIZE
 from plain_ranks import ForkedRanks
-from rank_insides import dispatcher_of, run_script
+from rank_insides import run_script
 
 NEW_TOKENS = 10
 # Experts, width of a row and experts a token, of each layer.

@@ -8,6 +8,7 @@ import pytest
 import torch
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig, SamplingParams
 from expert_pool.workers.engine import RankEngine
+from handle import change_logits
 from plain_ranks import PlainRanks
 
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9], [10, 11]]
@@ -27,17 +28,11 @@ def not_a_number(logits_NV: torch.Tensor) -> torch.Tensor:
     return torch.full_like(logits_NV, float("nan"))
 
 
-def change_logits(engine: RankEngine, ranks: tuple[int, ...], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """On these ranks, between the forward and the sampler, also where a graph has found the greedy tokens already."""
-    if engine.rank not in ranks:
-        return
-    executor = engine.loaded.loop._executor
-    logits = executor._logits
-
-    def changed(*step: Any) -> tuple[torch.Tensor, None]:
-        return change(logits(*step)[0]), None
-
-    executor._logits = changed
+def change_logits_of(
+    engine: RankEngine, ranks: tuple[int, ...], change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    if engine.rank in ranks:
+        change_logits(engine, change)
 
 
 def completions(model: str, sampling: SamplingParams, prepare: Callable[[RankEngine], None] | None = None) -> list[Any]:
@@ -59,11 +54,11 @@ def test_logits_of_a_rank_that_does_not_lead_its_batch_change_no_token(change, s
     model = random_models["qwen3_moe"]
     undisturbed = completions(model, sampling)
     assert {reason for reason, *_ in undisturbed} == {"length"}
-    assert completions(model, sampling, partial(change_logits, ranks=(FOLLOWER,), change=change)) == undisturbed
+    assert completions(model, sampling, partial(change_logits_of, ranks=(FOLLOWER,), change=change)) == undisturbed
 
 
 def test_logits_that_are_not_finite_on_the_rank_that_leads_a_batch_end_its_requests_with_the_reason(random_models):
-    disturbed = partial(change_logits, ranks=(LEADER,), change=not_a_number)
+    disturbed = partial(change_logits_of, ranks=(LEADER,), change=not_a_number)
     for reason, _, error in completions(random_models["qwen3_moe"], SAMPLINGS[0], disturbed):
         assert reason == "error"
         assert "logits are not finite" in error
@@ -72,6 +67,6 @@ def test_logits_that_are_not_finite_on_the_rank_that_leads_a_batch_end_its_reque
 def test_every_rank_of_a_batch_continues_from_its_leaders_tokens(random_models):
     """Each computes some of its rows: were one to continue from tokens of its own, they would be of another text."""
     model, sampling = random_models["qwen3_moe"], SAMPLINGS[0]
-    led = completions(model, sampling, partial(change_logits, ranks=(LEADER,), change=other_token))
-    assert led == completions(model, sampling, partial(change_logits, ranks=(LEADER, FOLLOWER), change=other_token))
+    led = completions(model, sampling, partial(change_logits_of, ranks=(LEADER,), change=other_token))
+    assert led == completions(model, sampling, partial(change_logits_of, ranks=(LEADER, FOLLOWER), change=other_token))
     assert led != completions(model, sampling)

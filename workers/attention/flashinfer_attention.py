@@ -17,6 +17,7 @@ import numpy.typing
 import torch
 
 from ...dispatch.budgets.geometry import pad_to_ranks
+from ...dispatch.budgets.step_kinds import KINDS
 from ...graphs.plan import CaptureEntry
 from ..model.spec import AttentionShape
 from ..scheduling.inputs import StepInputs
@@ -141,17 +142,19 @@ class FlashInferAttention:
                 for, and takes the rows of its first plan for the most there will be.
         """
         num_rows = pad_to_ranks(entry.num_tokens, self._attn_tp_size)
-        num_requests = num_rows if entry.kind == "decode" else min(entry.bucket, self._max_requests)
+        kind = KINDS[entry.kind]
+        is_decode = kind.serves == "decode"
+        num_requests = num_rows if is_decode else kind.num_requests(entry.bucket, self._max_requests)
         query_lens = context_lens = numpy.zeros(0, numpy.int64)
         tables = numpy.zeros((0, 1), numpy.int64)
         if "query_lens" in values:
             query_lens, context_lens = values["query_lens"].numpy(), values["context_lens"].numpy()
             tables = values["block_tables"].numpy()
-        elif entry.kind == "piecewise":
+        elif not is_decode:
             query_lens, context_lens = numpy.array([num_rows]), numpy.array([0])
             tables = numpy.full((1, self._pages_of_padding(num_rows)), PADDING_BLOCK)
         num_missing = num_requests - len(query_lens)
-        missing = numpy.full(num_missing, int(entry.kind == "decode"))
+        missing = numpy.full(num_missing, int(is_decode))
         self._wait_for_last_plan()
         pages = self._pages(context_lens + query_lens, tables, num_missing)
         queries = _offsets(numpy.concatenate([query_lens, missing]))
@@ -169,7 +172,9 @@ class FlashInferAttention:
         """What the attention layers of one step call; plans eager steps here."""
         if entry is not None:
             wrappers = [group.graphs[entry] for group in self._group_of_layer]  # planned by `prepare`
-            return FlashInferBatch(self._cache, slots_T, wrappers, has_rows_of_none=entry.kind == "piecewise")
+            return FlashInferBatch(
+                self._cache, slots_T, wrappers, has_rows_of_none=KINDS[entry.kind].serves == "prefill"
+            )
         lens = inputs.query_lens.tolist()
         if not lens:
             return FlashInferBatch(self._cache, slots_T, None)
@@ -333,7 +338,7 @@ class FlashInferBatch:
 
 
 def _runs_decode_kernels(entry: CaptureEntry, shape: AttentionShape) -> bool:
-    return entry.kind == "decode" and has_decode_wrapper(shape)
+    return KINDS[entry.kind].serves == "decode" and has_decode_wrapper(shape)
 
 
 def _offsets(counts: IntArray) -> torch.Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...dispatch.budgets.step_kinds import KINDS
 from ...dispatch.way import places
-from ...graphs.kinds import PLANNED_ON_GPUS
 from ...graphs.plan import CaptureEntry
 from ..model.spec import AttentionShape
 from ..rank_config import RankConfig
@@ -38,7 +38,7 @@ class FlashInferWay(AttentionWay):
 
     @classmethod
     def entry_refusal(cls, config: RankConfig, entry: CaptureEntry) -> str | None:
-        if entry.kind in PLANNED_ON_GPUS:
+        if KINDS[entry.kind].serves is not None:
             return None
         return f"records no {entry.kind} graphs on GPUs: their attention is not planned for graphs yet"
 

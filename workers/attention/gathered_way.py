@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...dispatch.budgets.step_kinds import KINDS
 from ...dispatch.way import places
 from ...graphs.plan import CaptureEntry
 from ..model.spec import AttentionShape
@@ -49,7 +50,7 @@ def gathered_refusal(entry: CaptureEntry, request_bytes: int) -> str | None:
         entry: which graph.
         request_bytes: what one request gathers; see `gathered_bytes`.
     """
-    if entry.kind != "decode":
+    if KINDS[entry.kind].serves != "decode":
         return f"records no {entry.kind} graphs on GPUs: their attention runs in PyTorch, request by request"
     needed = entry.bucket * request_bytes
     if needed > GATHER_BYTES:

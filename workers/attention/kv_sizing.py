@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from ...dispatch.budgets.budget import largest_step
-from ...dispatch.budgets.limits import tokens_per_request
+from ...dispatch.budgets.step_kinds import tokens_per_request
 from ...dispatch.collectives import all_gather_tensors
 from ...dispatch.errors import ConfigError
 from ...dispatch.moe import MoeExchange

@@ -1,7 +1,6 @@
 """Blocks of the KV cache and what each layer stores in one, from a rank's configuration; free of PyTorch."""
 
-from ...graphs.kinds import configured_kinds
-from ...graphs.plan import num_draft_layers
+from ...dispatch.budgets.step_kinds import num_draft_layers, recorded_kinds
 from ..attention.registry import chosen
 from ..model.spec import AttentionShape, ModelSpec
 from ..rank_config import RankConfig
@@ -48,7 +47,7 @@ def draft_cache_shapes(spec: ModelSpec, num_layers: int) -> list[AttentionShape]
 
 def draft_cache(config: RankConfig) -> list[AttentionShape]:
     """What the draft's own cache stores for a token, a layer each; nothing where it only reads the target's."""
-    kinds = {kind.name for kind, _ in configured_kinds(config.limits)}
+    kinds = {kind.name for kind in recorded_kinds(config.limits)}
     if "multi_layer_eagle_draft_extend" in kinds:
         return draft_cache_shapes(config.spec, num_draft_layers(config.limits))
     return draft_cache_shapes(config.spec, 1) if "eagle_draft" in kinds else []

@@ -4,10 +4,11 @@ Free of PyTorch. Equal on every rank.
 """
 
 from ...dispatch.budgets.geometry import pad_to_ranks
+from ...dispatch.budgets.step_kinds import KINDS
 from ...graphs.buffer_spec import BufferSpec
-from ...graphs.kinds import KINDS
 from ...graphs.plan import CaptureEntry, plan_captures
 from ..rank_config import RankConfig
+from ..speculation.step_inputs import draft_specs
 from .kv_blocks import PADDING_BLOCK, PADDING_SLOT, blocks_of_context
 
 _INTEGER = "int64"
@@ -16,31 +17,20 @@ _INTEGER = "int64"
 def buffer_specs(config: RankConfig) -> dict[str, dict[str, BufferSpec]]:
     """Static buffers by the model whose graphs read them; equal on every rank."""
     specs = {}
-    for model, make in (("target", _target_specs), ("draft", _draft_specs)):
+    for model, make in (("target", _target_specs), ("draft", draft_specs)):
         entries = [entry for entry in plan_captures(config.limits).entries if KINDS[entry.kind].model == model]
         if entries:
-            specs[model] = make(config, entries)
+            specs[model] = make(config, entries, _most_tokens(config, entries))
     return specs
 
 
-def _target_specs(config: RankConfig, entries: list[CaptureEntry]) -> dict[str, BufferSpec]:
+def _target_specs(config: RankConfig, entries: list[CaptureEntry], max_tokens: int) -> dict[str, BufferSpec]:
     by_request = [entry for entry in entries if KINDS[entry.kind].unit == "requests"]
     return target_buffer_specs(
-        max_tokens=_most_tokens(config, entries),
+        max_tokens=max_tokens,
         max_requests=max([config.limits.max_running_requests, *(entry.bucket for entry in by_request)]),
         max_due=max([config.limits.max_running_requests, *(entry.num_tokens for entry in by_request)]),
         max_blocks=blocks_of_context(config),
-    )
-
-
-def _draft_specs(config: RankConfig, entries: list[CaptureEntry]) -> dict[str, BufferSpec]:
-    return draft_buffer_specs(
-        max_tokens=_most_tokens(config, entries),
-        max_tables=max(e.num_tokens if KINDS[e.kind].attends_by == "token" else e.bucket for e in entries),
-        max_blocks=blocks_of_context(config),
-        num_steps=config.limits.speculative_num_steps or 1,
-        hidden_size=config.spec.hidden_size,
-        dtype=config.spec.dtype,
     )
 
 
@@ -71,31 +61,5 @@ def target_buffer_specs(max_tokens: int, max_requests: int, max_due: int, max_bl
         "query_lens": BufferSpec((max_requests,), _INTEGER, 0, "requests"),
         "context_lens": BufferSpec((max_requests,), _INTEGER, 0, "requests"),
         "block_tables": BufferSpec((max_requests, max_blocks), _INTEGER, PADDING_BLOCK, "requests"),
-        "num_valid_tokens": BufferSpec((1,), "int32", 0, "step"),
-    }
-
-
-def draft_buffer_specs(
-    max_tokens: int, max_tables: int, max_blocks: int, num_steps: int, hidden_size: int, dtype: str
-) -> dict[str, BufferSpec]:
-    """Static buffers of the draft graphs.
-
-    Args:
-        max_tokens: of the largest graph, padded for the ranks that share a batch.
-        max_tables: requests or branches of the largest graph.
-        max_blocks: KV blocks of one request.
-        num_steps: draft steps in one graph.
-        hidden_size: of the model.
-        dtype: of its hidden states.
-    """
-    return {
-        "input_ids": BufferSpec((max_tokens,), _INTEGER, 0, "tokens"),
-        "hidden_states": BufferSpec((max_tokens, hidden_size), dtype, 0.0, "tokens"),
-        "positions": BufferSpec((max_tokens,), _INTEGER, 0, "tokens"),
-        "slots": BufferSpec((max_tokens, num_steps), _INTEGER, PADDING_SLOT, "tokens"),
-        "query_starts": BufferSpec((max_tables,), _INTEGER, 0, "requests"),
-        "query_lens": BufferSpec((max_tables,), _INTEGER, 0, "requests"),
-        "context_lens": BufferSpec((max_tables,), _INTEGER, 0, "requests"),
-        "block_tables": BufferSpec((max_tables, max_blocks), _INTEGER, PADDING_BLOCK, "requests"),
         "num_valid_tokens": BufferSpec((1,), "int32", 0, "step"),
     }

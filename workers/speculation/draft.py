@@ -13,8 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ...dispatch.budgets.geometry import StepGeometry
+from ...dispatch.budgets.step_kinds import num_draft_layers
 from ...dispatch.moe import MoeExchange
-from ...graphs.plan import CaptureEntry, num_draft_layers
+from ...graphs.plan import CaptureEntry
 from ..attention.kv_cache import KvCache
 from ..attention.paged import AttendingRows, PagedBatch, attending_requests
 from ..model.spec import ModelSpec

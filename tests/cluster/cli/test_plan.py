@@ -13,9 +13,9 @@ from expert_pool.cluster.cli.commands import main
 from expert_pool.cluster.cli.plan_report import plan_pool
 from expert_pool.cluster.planning.validation import validate
 from expert_pool.dispatch.budgets.capacity import CAPACITY_VARIABLE
-from expert_pool.dispatch.budgets.limits import step_widths
 from expert_pool.dispatch.budgets.moe_shape import MoeShape
 from expert_pool.dispatch.budgets.path_settings import budget_for, row_formats
+from expert_pool.dispatch.budgets.step_kinds import kinds_of
 from expert_pool.dispatch.collectives import Collectives
 from expert_pool.dispatch.experts.cutedsl import cutedsl_problems, pair_budget_for
 from expert_pool.dispatch.experts.pair_budget import pair_budget
@@ -209,7 +209,9 @@ def test_plan_lists_the_graphs_of_every_kind(algorithm, tiny_moe, tmp_path):
     output = plan(tiny_moe, tmp_path, ranks=2, limits=limits)
     assert "graphs of piecewise, in tokens: 16, 32, 64\n" in output
     listed = dict(re.findall(r"graphs of (\w+), in requests x (\d+) tokens[^:]*: 1, 2, 4, 6\n", output))
-    assert listed == {width.kind: str(width.tokens_per_request) for width in step_widths(Limits(**limits))}
+    given = Limits(**limits)
+    by_request = [kind for kind in kinds_of(given) if kind.unit == "requests"]
+    assert listed == {kind.name: str(kind.width(given)) for kind in by_request}
     assert ("each for 2 draft layers" in output) == (algorithm == "MULTI_LAYER_EAGLE")
 
 

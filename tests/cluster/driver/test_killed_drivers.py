@@ -19,7 +19,7 @@ import psutil
 import pytest
 import ray
 from expert_pool.cluster import ExpertPool, ExpertPoolError, SamplingParams
-from expert_pool.cluster.driver.handle import get_answer
+from handle import in_driver
 from kill_report import Row, case
 from kill_scene import NOTHING, Left, beyond, config_of, load_of, rank_processes, ray_session
 
@@ -170,7 +170,7 @@ def named_pool(address: str, random_models: dict[str, str]) -> Iterator[None]:
 
 def kill_the_driver() -> float:
     """Ends the process of the pool's driver actor; returns when."""
-    pid = get_answer(ExpertPool.connect(NAME)._driver.__ray_call__.remote(lambda driver: os.getpid()))
+    pid = in_driver(ExpertPool.connect(NAME), lambda driver: os.getpid())
     happened = time.time()
     os.kill(pid, signal.SIGKILL)
     return happened

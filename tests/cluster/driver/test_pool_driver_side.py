@@ -29,6 +29,7 @@ from expert_pool.dispatch.errors import ConfigError, DriverRestartError
 from expert_pool.graphs.plan import CaptureEntry, CapturePlan
 from expert_pool.workers.rank_config import Rendezvous
 from expert_pool.workers.request import Request
+from handle import note_losses
 from hypothesis import given
 from hypothesis import strategies as st
 from ray.exceptions import (
@@ -202,7 +203,7 @@ def test_however_ray_names_the_end_of_a_process_the_rank_died_and_may_be_started
     said = str(describe_failure({0: lost_peer, 1: loss}, "during load"))
     assert said == f"rank 1 died during load: {loss}"
     rank_set = RankSet(None, {}, 1.0, {})
-    rank_set._note_losses({0: lost_peer, 1: loss})
+    note_losses(rank_set, {0: lost_peer, 1: loss})
     assert rank_set.has_lost_a_process
     assert isinstance(own_error(loss), RankError)
     assert not isinstance(own_error(loss), DriverRestartError)
@@ -211,7 +212,7 @@ def test_however_ray_names_the_end_of_a_process_the_rank_died_and_may_be_started
 
 def test_a_rank_that_raises_while_it_is_made_is_no_loss():
     rank_set = RankSet(None, {}, 1.0, {})
-    rank_set._note_losses({0: ActorDiedError(RayTaskError("Rank.__init__", "traceback", ValueError("odd")))})
+    note_losses(rank_set, {0: ActorDiedError(RayTaskError("Rank.__init__", "traceback", ValueError("odd")))})
     assert not rank_set.has_lost_a_process
 
 

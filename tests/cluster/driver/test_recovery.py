@@ -19,11 +19,11 @@ from expert_pool.cluster import (
     SamplingParams,
 )
 from expert_pool.cluster.driver.driver import Driver
-from expert_pool.cluster.driver.handle import get_answer
 from expert_pool.cluster.driver.recovery import Restarts
 from expert_pool.cluster.driver.states import DriverState
 from expert_pool.dispatch.paths.tuning import Tuning
-from kill_scene import Left, Scene, config_of, on_rank, rank_processes, ray_session
+from handle import in_driver, in_rank, pool_ranks_of
+from kill_scene import Left, Scene, config_of, rank_processes, ray_session
 from models import replace_weights
 from rank_faults import ends_at_step, inject, other_expert_backend
 from waiting import holds_in_time
@@ -127,7 +127,7 @@ def test_a_size_whose_ranks_end_while_they_start_is_given_up_for_the_one_that_wo
     with ExpertPool.launch(config) as pool, ThreadPoolExecutor(1) as threads:
         before = set(rank_processes())
         if fault == "raising":
-            get_answer(pool._driver.__ray_call__.remote(let_two_ranks_miss_memory))
+            in_driver(pool, let_two_ranks_miss_memory)
         resizing = threads.submit(pool.resize, 2)
         if fault == "killed":
             assert holds_in_time(lambda: set(rank_processes()) - before and "loading" in status_of(pool), within_s=60)
@@ -196,7 +196,7 @@ def test_a_rank_that_fails_again_and_again_ends_the_pool_with_what_happened_each
             end_it()
 
     def end_it() -> None:
-        on_rank(pool, 0, inject, ends_at_step, "DECODE", 1, "raising", str(tmp_path / "stamp"))
+        in_rank(pool, 0, inject, ends_at_step, "DECODE", 1, "raising", str(tmp_path / "stamp"))
 
     ready: list[str] = []
     config = config_of(random_models["qwen3_moe"], 2, recovery=RecoveryConfig(max_restarts=1, backoff_s=0))
@@ -217,7 +217,7 @@ def test_a_rank_that_fails_again_and_again_ends_the_pool_with_what_happened_each
 def test_ranks_that_disagree_are_not_started_again(left, random_models):
     with ExpertPool.launch(config_of(random_models["qwen3_moe"], 2)) as pool:
         completions = pool.generate([[5, 17]] * 8, SamplingParams(max_new_tokens=400, ignore_eos=True))
-        on_rank(pool, 1, inject, other_expert_backend)
+        in_rank(pool, 1, inject, other_expert_backend)
         with pytest.raises(GeometryError, match="expert_backend differs"):
             list(completions)
         status = pool.status()
@@ -230,7 +230,7 @@ def status_of(pool: ExpertPool) -> str:
 
 def let_two_ranks_miss_memory(driver: Driver) -> None:
     """The driver itself finds no memory as soon as there are two ranks to start."""
-    pool_ranks = driver._life.pool_ranks
+    pool_ranks = pool_ranks_of(driver)
     start_ranks = pool_ranks.start_ranks
 
     async def start(begin_stage: Callable[[DriverState], None]) -> AsyncIterator[str]:

@@ -22,9 +22,8 @@ import ray
 import torch
 from click.testing import CliRunner
 from expert_pool.cluster import ExpertPool, Limits, PoolConfig, SamplingParams, WorkerConfig
-from expert_pool.cluster.cli.commands import _Run, main
+from expert_pool.cluster.cli.commands import main
 from expert_pool.cluster.cli.status_report import print_status
-from expert_pool.cluster.driver.handle import get_answer
 from expert_pool.cluster.driver.pool_status import PoolStatus
 from expert_pool.cluster.observing.metrics import METRICS, PoolMetrics, imbalance
 from expert_pool.cluster.observing.trace_clock import offset_of
@@ -36,6 +35,7 @@ from expert_pool.workers.observing.trace import StepTrace, TraceEvent
 from expert_pool.workers.rank import RankPlace
 from expert_pool.workers.rank_config import LoadReport
 from expert_pool.workers.request import RankStats
+from handle import actors_of, in_driver, in_rank, metric_objects_of, metrics_of, pool_label_of, write_trace
 from plain_ranks import run_on_ranks
 from rank_insides import run_script
 from rich.console import Console
@@ -81,7 +81,7 @@ def exported(pool: ExpertPool) -> dict[tuple[str, str], float]:
     found: dict[tuple[str, str], float] = {}
     for name, labels, value in re.findall(r"^(ray_expert_pool_\w+)\{([^}]*)\} (\S+)$", text, re.MULTILINE):
         tags = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-        if tags["pool"] != pool._driver._actor_id.hex()[:8]:
+        if tags["pool"] != pool_label_of(pool):
             continue
         which = next((tags[tag] for tag in ("dp_rank", "rank", "layer") if tag in tags), "")
         found[name, which] = found.get((name, which), 0.0) + float(value)
@@ -156,26 +156,25 @@ def test_every_metric_of_the_dashboard_is_one_that_the_pool_registers():
 
 
 def test_metrics_that_cannot_be_set_keep_nobody_from_an_answer_and_are_set_again_later(pool):
-    on_driver = pool._driver.__ray_call__.remote
     restarts = pool.status().restarts
-    get_answer(on_driver(make_metrics_raise))
+    in_driver(pool, make_metrics_raise)
     assert len(list(pool.generate(PROMPTS, SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)))) == len(PROMPTS)
-    raised = lambda: set(get_answer(on_driver(lambda driver: driver.raised))) == {"report", "report_expert_load"}  # noqa: E731
+    raised = lambda: set(in_driver(pool, lambda driver: driver.raised)) == {"report", "report_expert_load"}  # noqa: E731
     assert holds_in_time(raised, within_s=15)
-    get_answer(on_driver(count_metrics_again))
-    assert holds_in_time(lambda: get_answer(on_driver(lambda driver: driver.loads_reported)) > 0, within_s=15)
+    in_driver(pool, count_metrics_again)
+    assert holds_in_time(lambda: in_driver(pool, lambda driver: driver.loads_reported) > 0, within_s=15)
     assert (pool.status().state, pool.status().restarts) == ("ready", restarts)
 
 
 @pytest.mark.long
 def test_metrics_that_cannot_be_set_keep_no_pool_from_beginning_again(pool):
-    on_driver, before = pool._driver.__ray_call__.remote, pool.status()
-    get_answer(on_driver(make_metrics_raise, ("begin", "restarted")))
+    before = pool.status()
+    in_driver(pool, make_metrics_raise, ("begin", "restarted"))
     os.kill(before.places[0].pid, signal.SIGKILL)
     assert holds_in_time(lambda: pool.status().restarts == before.restarts + 1, within_s=15)
     assert len(list(pool.generate(PROMPTS, SamplingParams(max_new_tokens=NEW_TOKENS)))) == len(PROMPTS)
-    assert set(get_answer(on_driver(lambda driver: driver.raised))) == {"begin", "restarted"}
-    get_answer(on_driver(lambda driver: [delattr(driver._life._metrics, name) for name in ("begin", "restarted")]))
+    assert set(in_driver(pool, lambda driver: driver.raised)) == {"begin", "restarted"}
+    in_driver(pool, lambda driver: [delattr(metrics_of(driver), name) for name in ("begin", "restarted")])
 
 
 def make_metrics_raise(driver: Any, names: tuple[str, ...] = ("report", "report_expert_load")) -> None:
@@ -189,11 +188,11 @@ def make_metrics_raise(driver: Any, names: tuple[str, ...] = ("report", "report_
         return report
 
     for name in names:
-        setattr(driver._life._metrics, name, raising(name))
+        setattr(metrics_of(driver), name, raising(name))
 
 
 def count_metrics_again(driver: Any) -> None:
-    metrics, driver.loads_reported = driver._life._metrics, 0
+    metrics, driver.loads_reported = metrics_of(driver), 0
     del metrics.report, metrics.report_expert_load
     report = metrics.report_expert_load
 
@@ -211,7 +210,7 @@ def test_a_trace_that_cannot_be_written_is_no_failure_of_the_run(pool, tmp_path)
     (tmp_path / "trace.json").unlink()
     (tmp_path / "trace.json").mkdir()
     console = Console(file=io.StringIO(), width=200)
-    _Run([], "", "", console, False, trace)._write_trace(pool, trace)
+    write_trace(pool, trace, console)
     assert "cannot be written: Is a directory" in console.file.getvalue()
 
 
@@ -251,13 +250,12 @@ def test_a_trace_has_every_step_of_every_rank_on_one_clock(pool, tmp_path, tiny_
 
 def test_a_rank_gives_signs_of_life_while_it_hands_out_a_trace(pool):
     """A million steps take seconds to hand out, and a rank that is silent for as long is ended as frozen."""
-    actor = get_answer(pool._driver.__ray_call__.remote(lambda driver: driver._rank_set.actors))[0]
+    actor = actors_of(pool)[0]
 
-    def be_slow(rank: Any) -> None:
-        engine = rank._engine
+    def be_slow(engine: RankEngine) -> None:
         engine.trace = lambda: (time.sleep(5), delattr(engine, "trace"), engine.trace())[-1]
 
-    ray.get(actor.__ray_call__.remote(be_slow))
+    in_rank(pool, 0, be_slow)
     handed_out = actor.trace.remote()
     for _ in range(3):
         ray.get(actor.clock.remote(), timeout=2)
@@ -403,7 +401,7 @@ def test_counts_go_on_after_ranks_were_started_anew(monkeypatch):
     """Counters of Ray only grow, while those of new ranks begin at zero; gauges of ranks that are gone fall to zero."""
     metrics = PoolMetrics("pool")
     said: list[tuple[str, float, Any]] = []
-    for name, metric in metrics._metrics.items():
+    for name, metric in metric_objects_of(metrics).items():
         monkeypatch.setattr(metric, "_record", lambda value, tags=None, name=name: said.append((name, value, tags)))
     metrics.begin(Layout(world_size=2))
     metrics.report(RankStats(1, steps=10, generated_tokens=30, num_kv_blocks=4, step_times=(0, 10)))

@@ -15,7 +15,7 @@ import kill_scene
 import pytest
 import ray
 from expert_pool.cluster import ExpertPool, PlacementConfig, PlacementError
-from expert_pool.cluster.driver.handle import get_answer
+from handle import in_driver
 from kill_report import case
 from kill_scene import Scene, config_of
 from ray.cluster_utils import Cluster
@@ -48,7 +48,7 @@ def cluster() -> Iterator[Cluster]:
 
 def a_node_of_ranks(cluster: Cluster, pool: ExpertPool) -> Callable[[], None]:
     """What ends a node by SIGKILL of its raylet, when called. The driver actor is on another one."""
-    of_driver = get_answer(pool._driver.__ray_call__.remote(lambda driver: ray.get_runtime_context().get_node_id()))
+    of_driver = in_driver(pool, lambda driver: ray.get_runtime_context().get_node_id())
     held = {place.node_id for place in pool.status().places} - {of_driver}
     node = next(node for node in cluster.worker_nodes if node.node_id in held)
     return lambda: cluster.remove_node(node, allow_graceful=False)

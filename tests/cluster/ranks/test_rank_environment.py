@@ -7,6 +7,7 @@ import pytest
 import ray
 from expert_pool.cluster import ConfigError, ExpertPool, Limits, PoolConfig, WorkerConfig
 from expert_pool.cluster.ranks.environment import is_passed, rank_environment, runtime_environment
+from handle import in_ranks
 
 
 def test_prefixes_that_matter_are_passed_and_what_belongs_to_a_node_or_a_person_is_not():
@@ -66,8 +67,6 @@ def test_every_rank_sees_what_the_launching_process_and_the_configuration_set(se
         worker=WorkerConfig(environment=configured),
     )
     with ExpertPool.launch(config) as pool:
-        actors = ray.get(pool._driver.__ray_call__.remote(lambda driver: driver._rank_set.actors))
         names = ("NCCL_POOL_TEST", "TRITON_POOL_TEST", "ANY_NAME", "POOL_TEST")
-        read = [actor.__ray_call__.remote(lambda _: {name: os.environ.get(name) for name in names}) for actor in actors]
-        seen = ray.get(read)
+        seen = in_ranks(pool, range(2), lambda _: {name: os.environ.get(name) for name in names})
     assert seen == [{"NCCL_POOL_TEST": "from the launching process", **configured, "POOL_TEST": None}] * 2

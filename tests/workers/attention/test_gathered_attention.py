@@ -13,9 +13,9 @@ from expert_pool.workers.attention.paged import SdpaAttention
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.model.spec import AttentionShape
 from expert_pool.workers.scheduling.inputs import StepInputs
+from handle import target_of
 from models import FAMILIES
 from plain_ranks import PlainRanks
-from rank_insides import target_of
 
 CPU = torch.device("cpu")
 BLOCK, MAX_BLOCKS, NUM_BLOCKS = 4, 8, 40

@@ -1,5 +1,6 @@
 """The KV cache on GPUs: how many blocks fit, the same on all ranks, and what is said where one context does not."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -35,12 +36,11 @@ from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.graph_set import RecordingMeans, activation_bytes
 from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.rank_config import RankConfig
-from expert_pool.workers.scheduling import sampler
+from handle import collectives_of, path_of, target_of, with_draws
 from hypothesis import given
 from hypothesis import strategies as st
 from models import VOCAB_SIZE
 from plain_ranks import run_on_ranks
-from rank_insides import collectives_of, path_of, target_of
 
 GIB = 1 << 30
 sizes = st.integers(0, 200 * GIB)
@@ -200,19 +200,17 @@ def largest_step_on_a_bare_cache(engine: RankEngine, faulty_rank: int | None) ->
     agreement = Agreement(engine.joined.host_group, config.layout)
     drawn = []
 
-    def draw(logits_MV: torch.Tensor, sequences: list[Any]) -> torch.Tensor:
+    def draw(sample: Callable[..., torch.Tensor], logits_MV: torch.Tensor, sequences: list[Any]) -> torch.Tensor:
         drawn.append((*logits_MV.shape, {sequence.request.sampling for sequence in sequences}))
-        return sampler_draw(logits_MV, sequences)
+        return sample(logits_MV, sequences)
 
-    sampler_draw, sampler._draw = sampler._draw, draw
     try:
-        with collectives_of(engine).listing() as calls:
+        with collectives_of(engine).listing() as calls, with_draws(draw):
             run_largest_step(config, target, agreement, state)
     except Exception as error:
         return 0, [str(error)], None
     finally:
         target.cache, target.attention = kept
-        sampler._draw = sampler_draw
     return len(calls), [call.op for call in calls], (bool(bare.pages(0)[0].any()), drawn)
 
 

@@ -8,9 +8,10 @@ from expert_pool.workers.attention.gathered import GatheredAttention
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.model.probe import window_of
+from handle import target_of
 from models import FAMILIES, VOCAB_SIZE, WINDOW_IN_MASK
 from plain_ranks import ForkedRanks
-from rank_insides import Generated, run_script, target_of
+from rank_insides import Generated, run_script
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,

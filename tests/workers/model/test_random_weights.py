@@ -10,8 +10,8 @@ from expert_pool.cluster.config import resolve
 from expert_pool.cluster.planning.validation import validate
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.model.inspection import inspect_model
+from handle import target_of
 from plain_ranks import PlainRanks, run_on_ranks
-from rank_insides import target_of
 
 
 @pytest.fixture

@@ -29,9 +29,10 @@ from expert_pool.workers.path_selection.calibration import calibrate
 from expert_pool.workers.path_selection.candidates import loading_path, path_check, path_maker
 from expert_pool.workers.path_selection.layer_timer import LayerTimer
 from expert_pool.workers.path_selection.selection import PathSelection, Settled
+from handle import exchange_of, path_of, replaced, target_of
 from plain_ranks import ForkedRanks
-from rank_faults import OTHER_TABLE, other_table, replaced
-from rank_insides import path_of, run_script, target_of
+from rank_faults import OTHER_TABLE, other_table
+from rank_insides import run_script
 from running_disagreement import WITHIN_S, disagree_while_running
 
 MIXED = (TableRow(4, "alltoall+torch"), TableRow(16, "allgather+torch"))
@@ -62,7 +63,7 @@ def rank_set(random_models: dict[str, str]) -> Iterator[ForkedRanks]:
 def choose_again(engine: RankEngine, **tuning: Any) -> Settled:
     """What this rank's path would be under another tuning; the engine keeps the one it has."""
     target = target_of(engine)
-    return choice_of(engine, **tuning).settle(target.model, target._exchange)
+    return choice_of(engine, **tuning).settle(target.model, exchange_of(engine))
 
 
 def choice_of(engine: RankEngine, **tuning: Any) -> PathSelection:
@@ -70,7 +71,7 @@ def choice_of(engine: RankEngine, **tuning: Any) -> PathSelection:
     world = engine.joined.world
     maker = path_maker(config, engine.rank, engine.joined.collectives, world, engine.device)
     hosts = HostGroup(engine.joined.host_group, engine.rank)
-    check = path_check(config, hosts, target_of(engine)._exchange.path, engine.device)
+    check = path_check(config, hosts, exchange_of(engine).path, engine.device)
     return PathSelection(config, maker, hosts, StaticReplayBackend(), check)
 
 
@@ -397,13 +398,12 @@ def scales_of(engine: RankEngine) -> list[tuple[float, float]]:
     target = target_of(engine)
     maker = path_maker(engine.config, engine.rank, engine.joined.collectives, engine.joined.world, engine.device)
     group = HostGroup(engine.joined.host_group, engine.rank)
-    with replaced(target._exchange, "path", loading_path(engine.config, maker)):
-        return calibrate(engine.config.spec, target.model, target._exchange, group, engine.device).scales
+    with replaced(exchange_of(engine), "path", loading_path(engine.config, maker)):
+        return calibrate(engine.config.spec, target.model, exchange_of(engine), group, engine.device).scales
 
 
 def scales_with_nan_on_one(engine: RankEngine) -> str:
-    target = target_of(engine)
-    weights = target._exchange.layers[1].weights.stored["gate_up"]
+    weights = exchange_of(engine).layers[1].weights.stored["gate_up"]
     kept = weights.detach().clone()
     try:
         if engine.rank == 1:

@@ -1,7 +1,7 @@
 """A path that is built is held to the plain experts, and no rank that fails on the way keeps the others waiting."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -29,9 +29,8 @@ from expert_pool.dispatch.probe import HostGroup, attempt
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.path_selection.check import LARGEST_ERROR, relative_errors
 from expert_pool.workers.path_selection.layer_timer import LayerTimer
+from handle import bound_of_one_row, choice_built, exchange_of, group_of, replaced, with_dispatchers
 from plain_ranks import ForkedRanks
-from rank_faults import replaced
-from rank_insides import target_of
 from running_disagreement import WITHIN_S
 from test_measured_paths import choice_of, choose_again
 
@@ -63,7 +62,7 @@ def test_one_wrong_row_of_many_is_beyond_what_any_format_rounds(replacement):
     found[100] *= replacement
     whole, of_one = relative_errors(found, expected)
     assert whole < LARGEST_ERROR["fp8"]
-    assert all(of_one > path_check._OF_ONE_ROW * bound for bound in LARGEST_ERROR.values())
+    assert all(of_one > bound_of_one_row() * bound for bound in LARGEST_ERROR.values())
 
 
 def test_a_row_that_all_but_cancels_is_held_to_the_average():
@@ -143,9 +142,9 @@ def test_a_rank_without_memory_for_its_rows_keeps_nobody_waiting(what, faulty_ra
 
 def made_by_all_but_one(engine: RankEngine, faulty_rank: int) -> tuple[int, str | None]:
     """Two paths over one dispatcher, which all ranks make together, and which one of them fails to make at first."""
-    make, tries = PathMaker._dispatcher, 0
+    tries = 0
 
-    def make_together(maker: PathMaker, kind: str) -> Dispatcher:
+    def make_together(make: Callable[..., Dispatcher], maker: PathMaker, kind: str) -> Dispatcher:
         nonlocal tries
         dist.barrier(maker.group)
         tries += 1
@@ -153,11 +152,10 @@ def made_by_all_but_one(engine: RankEngine, faulty_rank: int) -> tuple[int, str 
             raise RuntimeError("out of memory")
         return make(maker, kind)
 
-    target, name = target_of(engine), PathName("alltoall", "torch")
-    choice = choice_of(engine)
-    with replaced(PathMaker, "_dispatcher", make_together):
-        built = choice._build((name, name), target._exchange.layers[:1])
-    return len(built), str(choice._dropped[str(name)])
+    name, choice = PathName("alltoall", "torch"), choice_of(engine)
+    with with_dispatchers(make_together):
+        built, dropped = choice_built(choice, (name, name), exchange_of(engine).layers[:1])
+    return len(built), str(dropped[str(name)])
 
 
 @pytest.mark.parametrize("faulty_rank", [0, 1])
@@ -173,7 +171,7 @@ def prepared_by_one(engine: RankEngine, file: str) -> tuple[str, ...]:
     def prepare(experts: TorchExperts, group: HostGroup) -> None:
         if id(experts) not in prepared:
             group.meet()
-            dist.barrier(target_of(engine)._exchange.collectives._groups["ep"])
+            dist.barrier(group_of(engine, "ep"))
             if engine.rank == 1:
                 raise RuntimeError("out of memory")
             prepared.add(id(experts))

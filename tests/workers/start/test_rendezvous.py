@@ -14,6 +14,7 @@ from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.rank_config import Rendezvous
 from expert_pool.workers.start.rendezvous import join_store, open_store
 from expert_pool.workers.start.sealed_store import SealedStore
+from handle import store_of
 from plain_ranks import ForkedRanks
 
 TIMEOUT = timedelta(seconds=20)
@@ -109,7 +110,8 @@ def test_a_value_that_a_stranger_moves_to_another_key_is_refused(opened, strange
 
 
 def seen_by_a_stranger(engine: RankEngine) -> tuple[list[str], list[bytes]]:
-    store = dist.TCPStore(engine._store._store.host, engine._store._store.port, is_master=False, timeout=TIMEOUT)
+    own = store_of(engine)
+    store = dist.TCPStore(own.host, own.port, is_master=False, timeout=TIMEOUT)
     keys = store.list_keys()
     return keys, [store.get(key) for key in keys]
 

@@ -20,9 +20,9 @@ from expert_pool.dispatch.paths.mega import refuse_experts as refuse_mega
 from expert_pool.dispatch.paths.path import DispatchedPath
 from expert_pool.dispatch.probe import HostGroup
 from expert_pool.workers.engine import RankEngine
+from handle import target_of
 from layers import layer_of
 from plain_ranks import ForkedRanks
-from rank_insides import target_of
 from torch.nn.functional import silu
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, ROWS = 4, 256, 128, 2, 6

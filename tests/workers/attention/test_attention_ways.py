@@ -21,8 +21,9 @@ from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.rank_config import RankConfig
 from expert_pool.workers.sizes.attention import recorded_entries
 from expert_pool.workers.start.host_memory import host_need
+from handle import target_of
 from plain_ranks import ForkedRanks
-from rank_insides import run_script, target_of
+from rank_insides import run_script
 from running_disagreement import NEW_TOKENS
 
 PLUGIN = "joint_attention"

@@ -18,8 +18,8 @@ from expert_pool.workers.model.checkpoint import check_weights
 from expert_pool.workers.model.formats import registry
 from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.model.spec import digest_of_config
+from handle import target_of
 from plain_ranks import run_on_ranks
-from rank_insides import target_of
 from safetensors.torch import load_file, save_file
 from test_same_weights import loads_of_pool
 from transformers import AutoModelForCausalLM

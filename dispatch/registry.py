@@ -38,6 +38,7 @@ PLAIN_EXPERTS = "torch"
 
 _ways: dict[str, type[Way]] = {}
 _experts: dict[str, type[ExpertsWay]] = {}
+_plugged_in: dict[str, str] = {}
 _KIND = re.compile(r"[a-z][a-z0-9_]*")
 _Described = TypeVar("_Described", type[Way], type[ExpertsWay])
 
@@ -73,11 +74,14 @@ def load_plugins(modules: Sequence[str]) -> None:
 
 
 def plugged_in() -> tuple[tuple[str, str], ...]:
-    """Kinds of the ways that others have registered, in order, each with the module that it is written in."""
-    _read_built_in()
-    house = __name__.partition(".")[0]
-    every = (*_ways.items(), *_experts.items())
-    return tuple(sorted((kind, way.__module__) for kind, way in every if way.__module__.partition(".")[0] != house))
+    """What others have registered, here and in other registries: names in order, each with the module of its class."""
+    return tuple(sorted(_plugged_in.items()))
+
+
+def note_plugged_in(name: str, described: type) -> None:
+    """Something is registered under this name; that of the house is left out."""
+    if described.__module__.partition(".")[0] != __name__.partition(".")[0]:
+        _plugged_in[name] = described.__module__
 
 
 def dispatch_names() -> tuple[str, ...]:
@@ -209,6 +213,7 @@ def _add(known: dict[str, _Described], way: _Described) -> None:
         lacks = ", ".join(sorted(way.__abstractmethods__))
         raise ConfigError(f"{named} lacks {lacks}, which a way to the experts has to give: see dispatch/way.py")
     known[kind] = way
+    note_plugged_in(kind, way)
 
 
 def _refuse(setting: str, kind: str, known: Sequence[str]) -> NoReturn:

@@ -4,8 +4,9 @@ There are dispatchers, which take rows to their experts and back; experts, which
 and fused ways, which do both. A class says all about its way: what settings call it, which configurations it refuses
 and why, the bytes that it plans, what a rank refuses from what it can tell alone, and how it is made.
 
-- **Before anything starts**, from configuration alone, on the driver's side too: everything but `refusal`, `share` and
-  `make`. What these need of PyTorch, and of libraries for GPUs, is imported inside: the module is read without it.
+- **Before anything starts**, from configuration alone, on the driver's side too: everything but `refusal`, `share`,
+  `make`, and what needs libraries (`kernel_modules`) or layers (`copy_bytes`). What these need of PyTorch is imported
+  inside: the module is read without it.
 - **What a rank refuses by itself** (`refusal`) it finds without communicating; ranks agree on it before anything is
   made. `make` and what it returns are attempted by all ranks together.
 - **A layer is a value** (`dispatch.moe_layer`), handed to `refusal`, `adopt` and `run`: its index, its shape, and its

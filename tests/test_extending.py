@@ -51,7 +51,7 @@ from expert_pool.dispatch.way import DispatcherWay, ExpertsWay, FusedWay, RankPa
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.rank_config import RankConfig
-from handle import keep_registry
+from handle import keep_registries
 from plain_ranks import CONTEXT, DEADLINE_S, ForkedRanks
 from rank_faults import OTHER_BACKEND, Fault, other_dispatcher, other_expert_backend
 from running_disagreement import NEW_TOKENS, disagree_while_running
@@ -189,7 +189,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A module that can be imported here and in processes that are started from here, by this test alone."""
     (tmp_path / f"{PLUGIN}.py").write_text(REGISTERS)
     assert not {"relay", "looped"} & {*registry.dispatch_names(), *registry.experts_names()}
-    keep_registry(monkeypatch.setattr)
+    keep_registries(monkeypatch.setattr)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tmp_path, *FOLDERS))))
     yield

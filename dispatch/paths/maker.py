@@ -20,8 +20,6 @@ from .problems import problems_of
 from .table import PathName
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from ..moe_layer import MoeLayer
 
 
@@ -41,10 +39,6 @@ class PathMaker:
     @property
     def device(self) -> torch.device:
         return self.parts.device
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self.parts.group
 
     def shared(self, kind: str) -> SharedWeights:
         """Prepared weights, which fused paths of all capacities share."""

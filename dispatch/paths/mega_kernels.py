@@ -179,13 +179,13 @@ class MegaKernels:
             device=self._device.index or 0,
             process_group=self._group,
         )
-        pool_ranks = FleetParams(
+        fleet = FleetParams(
             num_experts=shape.num_experts, max_tokens_per_rank=capacity, token_hidden_size=shape.hidden_size
         )
         scales = self.scales.get(layer.index, (1.0, 1.0))
         kernel = self._kernel_config(shape.intermediate_size, shape.top_k, scales)
         leave_out_proxy(os.environ)
-        return MoEEpLayer(bootstrap, pool_ranks, MoEWeightPack(w13, w2), backend=MegaConfig(megakernel=kernel))
+        return MoEEpLayer(bootstrap, fleet, MoEWeightPack(w13, w2), backend=MegaConfig(megakernel=kernel))
 
     def _knobs(self, adopted: AdoptedLayer, capacity: int) -> dict[str, Any] | None:
         """Launch settings of a kernel; `None`: FlashInfer's own for this capacity.

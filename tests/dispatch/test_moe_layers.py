@@ -20,7 +20,7 @@ from expert_pool.dispatch.paths.mega import refuse_experts as refuse_mega
 from expert_pool.dispatch.paths.path import DispatchedPath
 from expert_pool.dispatch.probe import HostGroup
 from expert_pool.workers.engine import RankEngine
-from handle import target_of
+from handle import exchange_of
 from layers import layer_of
 from plain_ranks import ForkedRanks
 from torch.nn.functional import silu
@@ -132,7 +132,7 @@ def test_weights_that_are_released_leave_the_model_and_stay_with_whoever_took_th
 def described(engine: RankEngine) -> list[tuple[Any, ...]]:
     return [
         (layer.index, layer.name, layer.shape.text, layer.num_local, layer.first_expert, layer.weights.format)
-        for layer in target_of(engine)._exchange.layers
+        for layer in exchange_of(engine).layers
     ]
 
 
@@ -147,7 +147,7 @@ def test_layers_have_the_same_indices_and_shapes_on_every_rank_in_the_order_of_t
 
 def what_computes_a_layer(engine: RankEngine) -> list[float]:
     """Differences of what a layer computes as the model calls it, and as a value handed to plain experts."""
-    layers = target_of(engine)._exchange.layers
+    layers = exchange_of(engine).layers
     found = []
     for layer in layers:
         x_RH = torch.randn(5, layer.shape.hidden_size, generator=torch.Generator().manual_seed(layer.index))

@@ -320,12 +320,24 @@ def bound_of_one_row() -> float:
     return check._OF_ONE_ROW
 
 
-def keep_registry(set_attribute: Callable[[Any, str, Any], None]) -> None:
+def keep_registries(set_attribute: Callable[[Any, str, Any], None]) -> None:
     """What is registered from now on goes when `set_attribute` (of pytest's monkeypatch) is undone."""
     from expert_pool.dispatch import registry
+    from expert_pool.workers.attention import registry as attentions
+    from expert_pool.workers.model.formats import registry as formats
 
-    for name in ("_ways", "_experts"):
-        set_attribute(registry, name, dict(getattr(registry, name)))
+    for known in (attentions._known, formats._known, registry.dispatch_names):
+        known()
+    kept = ((registry, "_ways"), (registry, "_experts"), (registry, "_plugged_in"))
+    for module, name in (*kept, (attentions, "_ways"), (formats, "_formats")):
+        set_attribute(module, name, dict(getattr(module, name)))
+
+
+def attentions_known() -> dict[str, Any]:
+    """By their kinds."""
+    from expert_pool.workers.attention import registry
+
+    return registry._ways
 
 
 def layers_of(kernels: Any) -> list[Any]:

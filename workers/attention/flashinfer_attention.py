@@ -297,7 +297,7 @@ class FlashInferAttention:
 
 
 class FlashInferBatch:
-    """Attention of one step; see `attention.PagedBatch` for what it stands in for.
+    """Attention of one step; see `paged.PagedBatch` for what it stands in for.
 
     Args:
         cache: keys and values.

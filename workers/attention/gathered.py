@@ -119,7 +119,7 @@ def _attend_all(
     scaling: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One row a request over its own keys; see `attention._attend_one` for folded heads and sinks."""
+    """One row a request over its own keys; see `paged._attend_one` for folded heads and sinks."""
     num_requests, num_heads, _ = query_BHD.shape
     num_kv_heads = keys_BLHD.shape[2]
     groups = num_heads // num_kv_heads

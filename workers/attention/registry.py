@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from ...dispatch.errors import ConfigError
+from ...dispatch.registry import note_plugged_in
 from ..rank_config import RankConfig
 from .way import AttentionWay
 
@@ -28,6 +29,7 @@ def register(way: type[AttentionWay]) -> type[AttentionWay]:
     known = _ways.setdefault(way.kind, way)
     if known is not way:
         raise ConfigError(f"{way.__module__} registers {way.kind!r}, which {known.__module__} has")
+    note_plugged_in(way.kind, way)
     return way
 
 

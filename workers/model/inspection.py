@@ -68,6 +68,9 @@ def _config_of(settings: Settings) -> PreTrainedConfig:
     return _unquantised(CONFIG_MAPPING[settings["model_type"]].from_dict(copy.deepcopy(settings)))
 
 
+_COMPUTED_IN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
 def _unquantised(config: PreTrainedConfig) -> PreTrainedConfig:
     vars(config).pop("quantization_config", None)
     return config
@@ -79,10 +82,10 @@ def resolve_dtype(config: PreTrainedConfig, requested: str | None) -> torch.dtyp
         return getattr(torch, requested)
     given = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
     dtype = getattr(torch, given, None) if isinstance(given, str) else given
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+    if not isinstance(dtype, torch.dtype) or dtype not in _COMPUTED_IN:
         raise CheckpointError(
-            f"its config.json has dtype={given!r:.60}, which is no floating point type of PyTorch: set it, or the "
-            "pool's dtype, to float32, bfloat16 or float16"
+            f"its config.json has dtype={given!r:.60}, which is no floating point type of PyTorch that models compute "
+            "in: set it, or the pool's dtype, to float32, bfloat16 or float16"
         )
     return dtype
 

@@ -54,6 +54,12 @@ def _blamed(file: Path, error: Exception, works: Callable[[Settings], Any] | Non
         re.search(rf"[`'\"]{re.escape(key)}[`'\"]", str(error)) for key in settings
     ):
         return ""
+    try:
+        works(settings)
+    except Exception:
+        pass  # it has the problem, which one of its keys may make
+    else:
+        return ""
     until = time.monotonic() + _SEARCH_S
     for key, value in settings.items():
         if time.monotonic() > until:

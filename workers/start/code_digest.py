@@ -71,7 +71,7 @@ def module_digest(module: str) -> str:
 
 
 def plugged_in_digest() -> str:
-    """The ways to the experts that plugins have registered, one a line, each with a name for the source that it comes
+    """What plugins have registered, one a line, each with a name for the source that it comes
     from: the module that a plugin imports its class from, or all of the package that has it."""
     return "\n".join(f"{kind} {module_digest(module.partition('.')[0])}" for kind, module in plugged_in())
 

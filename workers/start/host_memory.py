@@ -19,7 +19,7 @@ from ..rank_config import RankConfig
 from ..sizes.kv_blocks import block_bytes, least_blocks
 from ..sizes.step_inputs import static_bytes
 
-_CGROUP_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
+CGROUP_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
 
 
 class HostNeed(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ def host_need(config: RankConfig) -> HostNeed | None:
 def host_bytes() -> int:
     """Memory of this machine, swap included, or what its container may take of it."""
     found = [psutil.virtual_memory().total + psutil.swap_memory().total]
-    for limit in _CGROUP_LIMITS:
+    for limit in CGROUP_LIMITS:
         with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
             found.append(int(Path(limit).read_text()))
     return min(found)

@@ -21,7 +21,7 @@ from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.rank_config import RankConfig
 from expert_pool.workers.sizes.attention import recorded_entries
 from expert_pool.workers.start.host_memory import host_need
-from handle import target_of
+from handle import attentions_known, keep_registries, target_of
 from plain_ranks import ForkedRanks
 from rank_insides import run_script
 from running_disagreement import NEW_TOKENS
@@ -32,8 +32,7 @@ PLUGIN = "joint_attention"
 @pytest.fixture
 def joint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module with the attention, registered for this test alone."""
-    registry._known()
-    monkeypatch.setattr(registry, "_ways", dict(registry._ways))
+    keep_registries(monkeypatch.setattr)
     sys.modules.pop(PLUGIN, None)
     yield importlib.import_module(PLUGIN)
     sys.modules.pop(PLUGIN, None)
@@ -85,7 +84,7 @@ def test_an_attention_of_a_kind_that_another_has_is_refused(joint):
 
 
 def test_where_all_attentions_refuse_the_reasons_are_given(joint, random_models, monkeypatch):
-    monkeypatch.delitem(registry._ways, "sdpa")
+    monkeypatch.delitem(attentions_known(), "sdpa")
     with pytest.raises(ConfigError, match=r"no attention on worker.device='cpu' serves .*some layer has sinks"):
         resolved(random_models["gpt_oss"])
 

@@ -130,6 +130,7 @@ def test_a_config_that_cannot_be_read(content, said_of, tmp_path):
         ("head_dim", 63),
         ("dtype", "nonsense"),
         ("dtype", "int64"),
+        ("dtype", "float8_e4m3fn"),
         ("rope_parameters", {"rope_type": ["default"], "rope_theta": 10000.0}),
         ("rope_parameters", {"rope_type": "default", "rope_theta": float("nan")}),
         ("rope_parameters", {"rope_type": "default", "rope_theta": 0.0}),

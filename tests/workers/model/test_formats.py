@@ -18,7 +18,7 @@ from expert_pool.workers.model.checkpoint import check_weights
 from expert_pool.workers.model.formats import registry
 from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.model.spec import digest_of_config
-from handle import target_of
+from handle import keep_registries, target_of
 from plain_ranks import run_on_ranks
 from safetensors.torch import load_file, save_file
 from test_same_weights import loads_of_pool
@@ -31,8 +31,7 @@ EXPERT = "model.layers.1.mlp.experts.5"
 @pytest.fixture(autouse=True)
 def int8(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module with the format, registered for this test alone."""
-    registry._known()
-    monkeypatch.setattr(registry, "_formats", dict(registry._formats))
+    keep_registries(monkeypatch.setattr)
     sys.modules.pop(PLUGIN, None)
     yield importlib.import_module(PLUGIN)
     sys.modules.pop(PLUGIN, None)

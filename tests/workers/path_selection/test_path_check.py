@@ -146,7 +146,7 @@ def made_by_all_but_one(engine: RankEngine, faulty_rank: int) -> tuple[int, str 
 
     def make_together(make: Callable[..., Dispatcher], maker: PathMaker, kind: str) -> Dispatcher:
         nonlocal tries
-        dist.barrier(maker.group)
+        dist.barrier(maker.parts.group)
         tries += 1
         if engine.rank == faulty_rank and tries == 1:
             raise RuntimeError("out of memory")

@@ -22,7 +22,7 @@ def config_of(model: str, address: str | None = None) -> PoolConfig:
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that says how much memory this process's container may take, read in the place of the system's."""
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(host_memory, "_CGROUP_LIMITS", (str(limit),))
+    monkeypatch.setattr(host_memory, "CGROUP_LIMITS", (str(limit),))
     return limit
 
 
@@ -68,7 +68,7 @@ def test_a_pool_beyond_this_machine_is_refused_before_anything_starts(tiny_moe, 
 
 def said_to_a_rank_that_loads(engine: RankEngine, limit: str) -> str:
     """In the process of a rank, whose machine has less memory than when it loaded first."""
-    host_memory._CGROUP_LIMITS = (limit,)
+    host_memory.CGROUP_LIMITS = (limit,)
     try:
         engine.load()
     except ConfigError as error:

@@ -4,6 +4,7 @@ others are registered by modules that the setting `plugins` names, in the driver
 import importlib
 
 from ....dispatch.errors import CheckpointError
+from ....dispatch.registry import note_plugged_in
 from ..spec import ModelSpec
 from .contract import CheckpointFormat
 from .folder import ModelFolder
@@ -20,6 +21,7 @@ def register(described: type[CheckpointFormat]) -> type[CheckpointFormat]:
     known = _formats.setdefault(described.name, described)
     if known is not described:
         raise CheckpointError(f"{described.__module__} registers {described.name!r}, which {known.__module__} has")
+    note_plugged_in(described.name, described)
     return described
 
 

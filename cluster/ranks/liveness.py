@@ -1,7 +1,8 @@
 """Whether the processes of ranks answer at all.
 
-Ray tells of a process that ends, and not of one that is stopped: its calls wait for ever. Where another rank waits for
-it in a step that one has a deadline; a lone rank, and ranks that are idle, have nobody but the driver.
+Ray tells of a process that ends (`RankSet.first_loop_end`), and not of one that is stopped: its calls wait for ever.
+Where another rank waits for it in a step that one has a deadline; a lone rank, and ranks that are idle, have nobody but
+the driver.
 """
 
 import asyncio

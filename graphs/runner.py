@@ -180,7 +180,7 @@ class GraphRunner:
             global_num_tokens_cpu=None if lengths.num_tokens is None else tuple(lengths.num_tokens),
             dp_buffer_length=lengths.global_length,
             padding_mode=geometry.padding_mode.name,
-            runtime_max_tokens_per_rank=geometry.runtime_max_tokens_per_rank(self._rank),
+            runtime_max_tokens_per_rank=geometry.runtime_max_tokens_per_rank,
             static_buffers=self.buffers.shapes(self.sizes(entry)),
             held=self._exchange.path.held,
             capture_depth=capture_depth,

@@ -33,12 +33,9 @@ from expert_pool.dispatch.budgets.planned_buffer import PlannedBuffer
 from expert_pool.dispatch.dispatchers.contract import INVALID_EXPERT_ID, Dispatched, check_rows
 from expert_pool.dispatch.dispatchers.exchange import (
     ExchangeBuffers,
-    hidden_of,
-    ids_of,
-    packed_rows,
+    PackedRows,
     return_to_senders,
     row_format_of,
-    weights_of,
 )
 from expert_pool.dispatch.dispatchers.exchange_dispatcher import ExchangeDispatcher
 from expert_pool.dispatch.dtypes import dtype_bytes
@@ -111,19 +108,18 @@ class RelayDispatcher(DispatcherWay):
         check_rows(x_TH, expert_ids_TK, geometry, rank, self.capacity)
         num_rows, copies = x_TH.shape[0], len(slots)
         row_format = row_format_of(x_TH, expert_ids_TK, expert_weights_TK.dtype)
-        sent = packed_rows(self._buffers.send, copies * slots[rank], row_format)
-        own = sent[: slots[rank]]
-        ids_of(own, row_format).fill_(INVALID_EXPERT_ID)
-        ids_of(own, row_format)[:num_rows] = expert_ids_TK
-        hidden_of(own, row_format)[:num_rows] = x_TH
-        weights_of(own, row_format)[:num_rows] = expert_weights_TK
-        sent.view(copies, *own.shape)[1:] = own
-        received = packed_rows(self._buffers.receive, sum(slots), row_format)
-        self._parts.collectives.all_to_all("ep", received, sent, slots, [slots[rank]] * copies)
+        own = PackedRows(self._buffers.send, slots[rank], row_format)
+        own.ids.fill_(INVALID_EXPERT_ID)
+        own.ids[:num_rows], own.hidden[:num_rows] = expert_ids_TK, x_TH
+        own.weights[:num_rows] = expert_weights_TK
+        sent = PackedRows(self._buffers.send, copies * slots[rank], row_format).packed
+        sent.view(copies, *own.packed.shape)[1:] = own.packed
+        received = PackedRows(self._buffers.receive, sum(slots), row_format)
+        self._parts.collectives.all_to_all("ep", received.packed, sent, slots, [slots[rank]] * copies)
         return Dispatched(
-            hidden_of(received, row_format),
-            ids_of(received, row_format),
-            weights_of(received, row_format),
+            received.hidden,
+            received.ids,
+            received.weights,
             geometry,
             row_format,
             first_expert=rank * num_local_experts,

@@ -146,6 +146,7 @@ class StepGeometry:
         capacity: the most rows one rank may bring in any step.
         num_rows_per_rank: rows each rank brings to the dispatcher; its DP rank's tokens, scattered.
         slot_sizes: rows of rank `s` in every exchange buffer, padding included.
+        runtime_max_tokens_per_rank: see the function of this name.
     """
 
     layout: Layout
@@ -155,6 +156,7 @@ class StepGeometry:
     capacity: int
     num_rows_per_rank: tuple[int, ...]
     slot_sizes: tuple[int, ...]
+    runtime_max_tokens_per_rank: int
 
     @classmethod
     def eager(
@@ -208,21 +210,18 @@ class StepGeometry:
                 "limits.chunked_prefill_size and limits.max_running_requests"
             )
         slots = (largest,) * layout.world_size if mode is PaddingMode.MAX_LEN else rows
-        return cls(layout, counts, mode, in_capture, capacity, rows, slots)
+        most = runtime_max_tokens_per_rank(
+            num_rows=largest,
+            layout=layout,
+            global_num_tokens_cpu=global_num_tokens_cpu(layout, counts),
+            capacity=capacity,
+            in_capture=in_capture,
+        )
+        return cls(layout, counts, mode, in_capture, capacity, rows, slots, most)
 
     @property
     def global_num_tokens_cpu(self) -> list[int] | None:
         return global_num_tokens_cpu(self.layout, self.num_tokens_per_dp_rank)
-
-    def runtime_max_tokens_per_rank(self, rank: int) -> int:
-        """See the function of this name; the same for every rank."""
-        return runtime_max_tokens_per_rank(
-            num_rows=self.num_rows_per_rank[rank],
-            layout=self.layout,
-            global_num_tokens_cpu=self.global_num_tokens_cpu,
-            capacity=self.capacity,
-            in_capture=self.in_capture,
-        )
 
     def buffer_lengths(self, rank: int) -> DpBufferLengths:
         """Lengths of the gathered buffer, seen from `rank`."""

@@ -14,7 +14,7 @@ from ..budgets.layout import Layout
 from ..budgets.limits import Limits
 from ..way import ExpertsWay, places
 from .contract import INVALID_EXPERT_ID, Dispatched, check_rows
-from .exchange import hidden_of, ids_of, packed_rows, return_to_senders, row_format_of, weights_of
+from .exchange import PackedRows, return_to_senders, row_format_of
 from .exchange_dispatcher import ExchangeDispatcher
 
 if TYPE_CHECKING:
@@ -61,28 +61,31 @@ class AllGatherDispatcher(ExchangeDispatcher):
         check_rows(x_TH, expert_ids_TK, geometry, self._rank, self.buffers.budget.capacity)
         num_rows, world_size = x_TH.shape[0], geometry.layout.world_size
         row_format = row_format_of(x_TH, expert_ids_TK, expert_weights_TK.dtype)
-        received = packed_rows(self.buffers.receive, sum(geometry.slot_sizes), row_format)
+        received = PackedRows(self.buffers.receive, sum(geometry.slot_sizes), row_format)
 
         if geometry.padding_mode is PaddingMode.MAX_LEN:
-            sent = packed_rows(self.buffers.send, geometry.slot_sizes[self._rank], row_format)
-            ids_of(sent, row_format)[num_rows:] = INVALID_EXPERT_ID
+            sent = PackedRows(self.buffers.send, geometry.slot_sizes[self._rank], row_format)
+            sent.ids[num_rows:] = INVALID_EXPERT_ID
         else:
-            sent = packed_rows(self.buffers.send, world_size * num_rows, row_format)
-        hidden_of(sent, row_format)[:num_rows] = x_TH
-        ids_of(sent, row_format)[:num_rows] = expert_ids_TK
-        weights_of(sent, row_format)[:num_rows] = expert_weights_TK
+            sent = PackedRows(self.buffers.send, world_size * num_rows, row_format)
+        sent.hidden[:num_rows] = x_TH
+        sent.ids[:num_rows] = expert_ids_TK
+        sent.weights[:num_rows] = expert_weights_TK
 
         if geometry.padding_mode is PaddingMode.MAX_LEN:
-            self._collectives.all_gather("ep", received, sent)
+            self._collectives.all_gather("ep", received.packed, sent.packed)
         else:
             # Gloo gathers equal sizes only, so rows of different number travel as an all-to-all of copies.
-            sent.view(world_size, num_rows, sent.shape[1])[1:] = sent[:num_rows]
-            self._collectives.all_to_all("ep", received, sent, list(geometry.slot_sizes), [num_rows] * world_size)
+            copies = sent.packed.view(world_size, num_rows, row_format.row_bytes)
+            copies[1:] = copies[0]
+            self._collectives.all_to_all(
+                "ep", received.packed, sent.packed, list(geometry.slot_sizes), [num_rows] * world_size
+            )
 
         return Dispatched(
-            x_RH=hidden_of(received, row_format),
-            expert_ids_RK=ids_of(received, row_format),
-            expert_weights_RK=weights_of(received, row_format),
+            x_RH=received.hidden,
+            expert_ids_RK=received.ids,
+            expert_weights_RK=received.weights,
             geometry=geometry,
             row_format=row_format,
             first_expert=self._rank * num_local_experts,

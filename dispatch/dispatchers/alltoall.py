@@ -15,7 +15,7 @@ from ..budgets.planned_buffer import PlannedBuffer
 from ..registry import experts_of
 from ..way import places
 from .contract import INVALID_EXPERT_ID, Dispatched, check_rows
-from .exchange import hidden_of, ids_of, packed_rows, return_to_senders, row_format_of, weights_of
+from .exchange import PackedRows, return_to_senders, row_format_of
 from .exchange_dispatcher import ExchangeDispatcher
 from .flashinfer_workspace import planned_workspace
 
@@ -49,8 +49,8 @@ class AllToAllDispatcher(ExchangeDispatcher):
         check_rows(x_TH, expert_ids_TK, geometry, self._rank, self.buffers.budget.capacity)
         world_size, slot = geometry.layout.world_size, geometry.slot_sizes[self._rank]
         row_format = row_format_of(x_TH, expert_ids_TK, expert_weights_TK.dtype)
-        sent = packed_rows(self.buffers.send, world_size * slot, row_format)
-        received = packed_rows(self.buffers.receive, sum(geometry.slot_sizes), row_format)
+        sent = PackedRows(self.buffers.send, world_size * slot, row_format)
+        received = PackedRows(self.buffers.receive, sum(geometry.slot_sizes), row_format)
 
         ranks = torch.arange(world_size, device=x_TH.device)
         at_rank_WTK = expert_ids_TK.div(num_local_experts, rounding_mode="floor").unsqueeze(0) == ranks.view(-1, 1, 1)
@@ -60,18 +60,19 @@ class AllToAllDispatcher(ExchangeDispatcher):
         sent_row = destination * slot + position_WT[destination, own_row]
 
         local_ids_WTK = torch.where(at_rank_WTK, (expert_ids_TK % num_local_experts).unsqueeze(0), INVALID_EXPERT_ID)
-        ids_of(sent, row_format).fill_(INVALID_EXPERT_ID)
-        ids_of(sent, row_format)[sent_row] = local_ids_WTK[destination, own_row].to(torch.int32)
-        hidden_of(sent, row_format)[sent_row] = x_TH[own_row]
-        weights_of(sent, row_format)[sent_row] = expert_weights_TK[own_row]
+        sent.ids.fill_(INVALID_EXPERT_ID)
+        sent.ids[sent_row] = local_ids_WTK[destination, own_row].to(torch.int32)
+        sent.hidden[sent_row] = x_TH[own_row]
+        sent.weights[sent_row] = expert_weights_TK[own_row]
         returned_to = own_row.new_full((world_size * slot,), -1)
         returned_to[sent_row] = own_row
 
-        self._collectives.all_to_all("ep", received, sent, list(geometry.slot_sizes), [slot] * world_size)
+        sizes = list(geometry.slot_sizes), [slot] * world_size
+        self._collectives.all_to_all("ep", received.packed, sent.packed, *sizes)
         return Dispatched(
-            x_RH=hidden_of(received, row_format),
-            expert_ids_RK=ids_of(received, row_format),
-            expert_weights_RK=weights_of(received, row_format),
+            x_RH=received.hidden,
+            expert_ids_RK=received.ids,
+            expert_weights_RK=received.weights,
             geometry=geometry,
             row_format=row_format,
             returned_to=returned_to,

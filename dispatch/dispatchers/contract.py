@@ -145,7 +145,7 @@ def check_rows(
     Raises:
         GeometryError: before anything is sent.
     """
-    runtime_max = geometry.runtime_max_tokens_per_rank(rank)
+    runtime_max = geometry.runtime_max_tokens_per_rank
     if runtime_max > capacity:
         raise GeometryError(
             f"runtime_max_tokens_per_rank={runtime_max} is above the {capacity} rows a rank that the exchange buffers "

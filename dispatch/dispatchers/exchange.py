@@ -45,32 +45,34 @@ def row_format_of(x_TH: torch.Tensor, expert_ids_TK: torch.Tensor, weights_dtype
     return RowFormat(x_TH.shape[1], expert_ids_TK.shape[1], dtype_name(x_TH.dtype), dtype_name(weights_dtype))
 
 
-def packed_rows(buffer: torch.Tensor, num_rows: int, row_format: RowFormat) -> torch.Tensor:
-    """The first `num_rows` rows of a byte buffer, `[num_rows, row_bytes]` uint8."""
-    return buffer[: num_rows * row_format.row_bytes].view(num_rows, row_format.row_bytes)
+class PackedRows:
+    """Rows as they travel, over the beginning of a buffer.
 
+    Args:
+        buffer: bytes.
+        num_rows: how many rows.
+        row_format: of each.
 
-def hidden_of(rows: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
-    """View of the hidden states in packed rows, `[num_rows, H]`."""
-    import torch
+    Attributes:
+        row_format: of each.
+        packed: `[num_rows, row_bytes]` uint8; the others are views of it.
+        hidden: hidden states, `[num_rows, H]`.
+        ids: expert ids, `[num_rows, K]` int32.
+        weights: routing weights, `[num_rows, K]`.
+    """
 
-    return rows[:, : row_format.hidden_bytes].view(getattr(torch, row_format.dtype))
+    def __init__(self, buffer: torch.Tensor, num_rows: int, row_format: RowFormat):
+        import torch
 
+        def part(start: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+            return self.packed[:, start : start + num_bytes].view(dtype)
 
-def ids_of(rows: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
-    """View of the expert ids in packed rows, `[num_rows, K]` int32."""
-    import torch
-
-    start = row_format.ids_offset
-    return rows[:, start : start + 4 * row_format.top_k].view(torch.int32)
-
-
-def weights_of(rows: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
-    """View of the routing weights in packed rows, `[num_rows, K]`."""
-    import torch
-
-    start = row_format.weights_offset
-    return rows[:, start : start + row_format.weights_bytes].view(getattr(torch, row_format.weights_dtype))
+        self.row_format = row_format
+        self.packed = buffer[: num_rows * row_format.row_bytes].view(num_rows, row_format.row_bytes)
+        self.hidden = part(0, row_format.hidden_bytes, getattr(torch, row_format.dtype))
+        self.ids = part(row_format.ids_offset, 4 * row_format.top_k, torch.int32)
+        weights_dtype = getattr(torch, row_format.weights_dtype)
+        self.weights = part(row_format.weights_offset, row_format.weights_bytes, weights_dtype)
 
 
 def return_to_senders(

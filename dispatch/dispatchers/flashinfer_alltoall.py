@@ -176,7 +176,7 @@ class FlashInferDispatcher(DispatcherWay):
 
         check_rows(x_TH, expert_ids_TK, geometry, self._rank, self.capacity)
         row_format = row_format_of(x_TH, expert_ids_TK, torch.float32)
-        runtime_max = geometry.runtime_max_tokens_per_rank(self._rank)
+        runtime_max = geometry.runtime_max_tokens_per_rank
         first_expert = self._rank * num_local_experts
         if not self._collectives.issue("flashinfer_dispatch", "ep", x_TH):
             num_rows = geometry.layout.world_size * runtime_max

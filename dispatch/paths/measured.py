@@ -35,7 +35,6 @@ class MeasuredPath(Way):
         table: equal on every rank.
         shapes: of the layers, by their index.
         num_bytes: of the buffers of all members, those that several share counted once.
-        rank: this rank.
         capacity: the most rows a rank that a step has, covered by the table.
     """
 
@@ -81,7 +80,6 @@ class MeasuredPath(Way):
         table: PathTable,
         shapes: Mapping[int, str],
         num_bytes: int,
-        rank: int,
         capacity: int,
     ):
         self.members = dict(members)
@@ -99,12 +97,11 @@ class MeasuredPath(Way):
             quantisation_scales=tuple(scale for found in scales for scale in found),
         )
         self._shapes = dict(shapes)
-        self._rank = rank
 
     def member_for(self, layer: MoeLayer, geometry: StepGeometry) -> str:
         """The name of the path that a step of this geometry takes through this layer; equal on every rank."""
         shape = self._shapes[layer.index]
-        return self.table.path_for(shape, geometry.runtime_max_tokens_per_rank(self._rank))
+        return self.table.path_for(shape, geometry.runtime_max_tokens_per_rank)
 
     def run(
         self,

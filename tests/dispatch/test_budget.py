@@ -23,7 +23,7 @@ from expert_pool.dispatch.budgets.layout import Layout
 from expert_pool.dispatch.budgets.limits import Limits
 from expert_pool.dispatch.budgets.moe_shape import MoeShape
 from expert_pool.dispatch.budgets.step_kinds import kinds_of, tokens_per_request
-from expert_pool.dispatch.dispatchers.exchange import ExchangeBuffers, hidden_of, packed_rows
+from expert_pool.dispatch.dispatchers.exchange import ExchangeBuffers, PackedRows
 from expert_pool.dispatch.dispatchers.flashinfer_alltoall import links_for
 from expert_pool.dispatch.dispatchers.flashinfer_workspace import flashinfer_workspace_bytes
 from expert_pool.dispatch.errors import ConfigError
@@ -546,8 +546,7 @@ def test_h15_one_set_of_buffers_fits_the_rows_of_each_layer(order):
     rows = exchange_rows(layout, capacity)
     for row_format in formats:
         for buffer in (buffers.send, buffers.receive):
-            packed = packed_rows(buffer, rows, row_format)
-            assert hidden_of(packed, row_format).shape == (rows, row_format.hidden_size)
+            assert PackedRows(buffer, rows, row_format).hidden.shape == (rows, row_format.hidden_size)
         assert buffers.returned.nbytes >= rows * row_format.hidden_bytes
     alone = [exchange_budget(Limits(), layout, [row_format], capacity=capacity) for row_format in formats]
     assert buffers.num_bytes <= sum(budget.total_bytes for budget in alone), "shared, not one set a layer"

@@ -53,6 +53,20 @@ def steps(draw: st.DrawFn, lowest: int = 1) -> tuple[Layout, tuple[int, ...]]:
     return layout, tuple(draw(counts))
 
 
+def found_by_each(geometry: StepGeometry) -> set[int]:
+    """`runtime_max_tokens_per_rank` as each rank finds it from its own rows."""
+    return {
+        runtime_max_tokens_per_rank(
+            num_rows=num_rows,
+            layout=geometry.layout,
+            global_num_tokens_cpu=geometry.global_num_tokens_cpu,
+            capacity=geometry.capacity,
+            in_capture=geometry.in_capture,
+        )
+        for num_rows in geometry.num_rows_per_rank
+    }
+
+
 @given(steps(), st.integers(1, 300), st.sampled_from([None, *PaddingMode]))
 def test_an_eager_step_covers_every_rank_within_capacity_or_is_refused_for_all(step, capacity, mode):
     layout, counts = step
@@ -62,9 +76,8 @@ def test_an_eager_step_covers_every_rank_within_capacity_or_is_refused_for_all(s
             StepGeometry.eager(layout, counts, capacity=capacity, padding_mode=mode)
         return
     geometry = StepGeometry.eager(layout, counts, capacity=capacity, padding_mode=mode)
-    bounds = {geometry.runtime_max_tokens_per_rank(rank) for rank in range(layout.world_size)}
-    assert len(bounds) == 1
-    [bound] = bounds
+    [bound] = found_by_each(geometry)
+    assert geometry.runtime_max_tokens_per_rank == bound
     assert max(1, *geometry.num_rows_per_rank) <= bound <= capacity
     if layout.dp_size > 1:
         assert bound == max(geometry.num_rows_per_rank)
@@ -84,7 +97,7 @@ def test_a_captured_step_is_max_len_and_alike_on_every_rank(layout, num_tokens, 
     rows = padded // layout.attn_tp_size
     assert set(geometry.num_rows_per_rank) == set(geometry.slot_sizes) == {rows}
     # Never the static capacity: a graph that froze it would be wrong and slow.
-    assert {geometry.runtime_max_tokens_per_rank(rank) for rank in range(layout.world_size)} == {rows}
+    assert found_by_each(geometry) == {geometry.runtime_max_tokens_per_rank} == {rows}
 
 
 @given(steps())

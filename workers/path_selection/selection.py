@@ -278,7 +278,7 @@ class PathSelection:
         shapes = {layer.index: layer.shape.text for layer in layers}
         named = {str(name): path for name, path in members.items()}
         buffers = bytes_of(choice.table.names, self._costs(members), 0)
-        path = MeasuredPath(named, choice.table, shapes, buffers, self._group.rank, self._config.capacity)
+        path = MeasuredPath(named, choice.table, shapes, buffers, self._config.capacity)
         lines = [f"experts by table, {source}; paths hold {choice.num_bytes} bytes"]
         lines += [_readable(row) for row in choice.table.rows]
         lines += map(str, self._dropped.values())

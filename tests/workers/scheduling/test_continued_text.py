@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from expert_pool.workers.request import Completion, Request, SamplingParams
+from expert_pool.workers.request import Completion, Generated, Request, SamplingParams
 from expert_pool.workers.scheduling.sequence import TokenSequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -76,11 +76,11 @@ def completed(
         return TOKENIZERS[name].decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     limits = SamplingParams(max_new_tokens=len(generated), **sampling)
-    request = Request(0, tuple(prompt), limits, tuple(generated[:resumed]))
+    request = Request(0, tuple(prompt), limits, Generated(tuple(generated[:resumed])))
     sequence = TokenSequence(request, 10_000, decode)
     for count, token_id in enumerate(generated[resumed:], start=resumed + 1):
         sequence.launch(1, 0)
-        if reason := sequence.append(token_id, frozenset()):
+        if reason := sequence.append(Generated((token_id,)), frozenset()):
             return count, sequence.completion(reason)
     raise AssertionError("max_new_tokens ends it")
 
@@ -200,5 +200,5 @@ def test_a_prompt_costs_a_token_no_more_when_it_is_long():
     sequence = TokenSequence(Request(0, tuple(prompt), SamplingParams(max_new_tokens=500, stop="no")), 10_000, decode)
     for token_id in generated:
         sequence.launch(1, 0)
-        assert sequence.append(token_id, frozenset()) is None
+        assert sequence.append(Generated((token_id,)), frozenset()) is None
     assert sum(decoded) < 150 * len(generated)

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from expert_pool.workers.request import Request, SamplingParams
+from expert_pool.workers.request import Generated, Request, SamplingParams
 from expert_pool.workers.scheduling.sequence import TokenSequence
 from expert_pool.workers.scheduling.stop_texts import TextOf, stop_position, stops_here
 from hypothesis import given, settings
@@ -105,7 +105,7 @@ def test_a_request_ends_with_the_token_that_completes_a_stop_text():
     )
     for token in tokens:
         sequence.launch(1, 0)
-        if reason := sequence.append(token, frozenset()):
+        if reason := sequence.append(Generated((token,)), frozenset()):
             break
     assert reason == "stop"
     assert len(sequence.token_ids) == 2 + len(b"some text ") + len("🙂".encode()) + len(b" STOP")

@@ -48,7 +48,7 @@ MODEL = str(Path(__file__).resolve().parent.parent / "examples" / "tiny_moe")
 WARM_UP = 50
 BOUND = 1.5
 TIMEOUT = timedelta(seconds=60)
-NUM_FIELDS = len(Proposal._fields)
+NUM_FIELDS = 1 + len(Proposal._fields)
 
 
 def state_of(config: RankConfig, rank: int) -> StateReader:
@@ -79,7 +79,7 @@ def run_rank(config: RankConfig, rank: int, port: int, iterations: int) -> tuple
         all_gather_tensors(received, sent, group=bare_group)
 
     def agree(step: int) -> None:
-        agreement.agree(Proposal(state.digest(), step, BatchKind.DECODE, 7 + rank, 7 + rank, 0, 0, 1, 0, 0), state)
+        agreement.agree(Proposal(step, BatchKind.DECODE, 7 + rank, 7 + rank, 0, 0, 1, 0, 0), state)
 
     seconds: dict[Any, list[float]] = {bare: [], agree: []}
     for step, call in itertools.product(range(WARM_UP + iterations), (bare, agree)):

@@ -13,7 +13,7 @@ import torch
 from ..dispatch.errors import GeometryError
 from .plan import CaptureEntry, CapturePlan
 from .record import RecordedGeometry
-from .report import AgreeReply, GraphReport, GraphUse
+from .report import AgreeReply, GraphReport
 from .runner import GraphRunner
 
 
@@ -37,7 +37,6 @@ class LockstepRank:
         self._can_record = can_record
         self._recorded: dict[CaptureEntry, RecordedGeometry] = {}
         self.commit_plan(CapturePlan(()))
-        self._replays: Counter[CaptureEntry] = Counter()
         self._eager: Counter[str] = Counter()
 
     def agree(self, plan: CapturePlan) -> AgreeReply:
@@ -113,15 +112,11 @@ class LockstepRank:
         for runner in self.runners.values():
             runner.discard()
         self._recorded.clear()
-        self._replays.clear()
         self.commit_plan(CapturePlan(()))
 
     def commit_plan(self, plan: CapturePlan) -> None:
         self.committed = plan
         self.committed_digest = plan.digest
-
-    def count_replay(self, entry: CaptureEntry) -> None:
-        self._replays[entry] += 1
 
     def count_eager(self, reason: str) -> None:
         self._eager[reason] += 1
@@ -134,10 +129,7 @@ class LockstepRank:
             rank=self._rank,
             backend=", ".join(backends) or "none",
             static_bytes=sum(pools.values()),
-            graphs=tuple(
-                GraphUse(entry, self.runners[entry.kind].num_bytes(entry), self._replays[entry])
-                for entry in self.committed.entries
-            ),
+            graphs=tuple(self.runners[entry.kind].use(entry) for entry in self.committed.entries),
             eager_steps=tuple(sorted(self._eager.items())),
         )
 

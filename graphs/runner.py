@@ -2,17 +2,20 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from ..dispatch.budgets.geometry import StepGeometry
 from ..dispatch.budgets.step_kinds import StepKind
 from ..dispatch.collective_call import CollectiveCall
+from ..dispatch.dtypes import dtype_name
 from ..dispatch.errors import GeometryError
 from ..dispatch.moe import MoeExchange
 from .backend import CaptureBackend, RecordedGraph
 from .plan import CaptureEntry
-from .record import RecordedGeometry
+from .record import BufferShape, RecordedGeometry
+from .report import GraphUse
 from .static import StaticBuffers
 
 StepFunction = Callable[[Mapping[str, torch.Tensor], StepGeometry, CaptureEntry], torch.Tensor]
@@ -28,8 +31,8 @@ class GraphModel:
         buffers: input buffers, shared by all kinds that run this model.
         max_requests: the most requests in a step.
         prepare: what the host does before a step on given inputs, outside any recording.
-        finish: recorded after the step, on its whole output, padding included: `[N, ...]` to `[N, ...]`; see
-            `GraphRunner.finished`.
+        finish: recorded after the step, on its whole output, padding included: `[N, ...]` to `[N, ...]`; what it
+            makes comes with the output of each replay.
     """
 
     step: StepFunction
@@ -41,9 +44,22 @@ class GraphModel:
 
 @dataclass
 class _Recording:
-    """A recorded step with what its finish made of the output; both are valid until the next replay of the pool."""
+    """An entry's step with its inputs, and its graph.
 
+    Attributes:
+        entry: which step.
+        geometry: of the step; equal on every rank.
+        views: its rows of the static buffers.
+        finished: what `finish` made of the last output; valid until the next replay of the pool.
+        num_replays: how often the graph ran.
+        graph: unset until the step is recorded.
+    """
+
+    entry: CaptureEntry
+    geometry: StepGeometry
+    views: Mapping[str, torch.Tensor]
     finished: torch.Tensor | None = None
+    num_replays: int = 0
     graph: RecordedGraph = field(init=False)
 
 
@@ -72,41 +88,33 @@ class GraphRunner:
             self._exchange.layout, entry.num_tokens, capacity=self._exchange.path.held.capacity
         )
 
-    def sizes(self, entry: CaptureEntry) -> dict[str, int]:
-        """Rows of the input views: tokens after padding, requests, and rows whose output is due."""
-        num_tokens = self.geometry(entry).num_tokens(self._rank)
-        most = self._model.max_requests
-        by_request = self.kind.num_requests(entry.bucket, most)
-        return {
-            "tokens": num_tokens,
-            "requests": entry.num_tokens if self.kind.attends_by == "token" else by_request,
-            "due": self.kind.num_due(entry.bucket, entry.tokens_per_request, most),
-        }
-
     def rehearse(self, entry: CaptureEntry, capture_depth: int) -> RecordedGeometry:
         """Run the step's code without sending anything; returns what a recording would freeze."""
         with self._exchange.collectives.rehearsing() as calls:
-            self._padded_step(entry)()
-        return self._record_of(entry, calls, capture_depth)
+            padded = self._padded_step(entry)
+            self._model.step(padded.views, padded.geometry, entry)
+        return self._record_of(padded, calls, capture_depth)
 
     def warm_up(self, entry: CaptureEntry) -> None:
         """Run the step outside a recording; collective over all ranks."""
-        self.backend.warm_up(self._finishing(entry, _Recording()))
+        self.backend.warm_up(partial(self._run, self._padded_step(entry)))
 
     def record(self, entry: CaptureEntry, capture_depth: int) -> RecordedGeometry:
         """Record the step; collective over all ranks. Returns what was frozen."""
-        recording = _Recording()
         with self._exchange.collectives.listing() as calls:
-            recording.graph = self.backend.record(self._finishing(entry, recording), self.kind.model)
+            recording = self._padded_step(entry)
+            recording.graph = self.backend.record(partial(self._run, recording), self.kind.model)
         self._recordings[entry] = recording
-        return self._record_of(entry, calls, capture_depth)
+        return self._record_of(recording, calls, capture_depth)
 
     def discard(self) -> None:
         """Forget all graphs of this kind."""
         self._recordings.clear()
 
-    def num_bytes(self, entry: CaptureEntry) -> int:
-        return self._recordings[entry].graph.num_bytes
+    def use(self, entry: CaptureEntry) -> GraphUse:
+        """What its graph holds, and how often it ran."""
+        recording = self._recordings[entry]
+        return GraphUse(entry, recording.graph.num_bytes, recording.num_replays)
 
     def replay(
         self,
@@ -114,7 +122,7 @@ class GraphRunner:
         values: Mapping[str, torch.Tensor],
         num_due: int,
         on_host: Mapping[str, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Copy in, pad, replay, slice out; collective over all ranks, which replay the same entry.
 
         Args:
@@ -123,54 +131,54 @@ class GraphRunner:
             num_due: rows of the output that carry a result.
             on_host: the same inputs on the host, for what the host does before the step; unset: `values` are there.
 
+        Returns:
+            The due rows of the output, and what `finish` made of them; `None` where the model has no `finish`.
+
         Raises:
             GeometryError: there is no such graph.
         """
-        if entry not in self._recordings:
+        recording = self._recordings.get(entry)
+        if recording is None:
             raise GeometryError(f"rank {self._rank} has no graph {entry}")
-        self._take(entry, values, on_host)
-        return self._recordings[entry].graph.replay()[:num_due]
+        recording.num_replays += 1
+        self._take(recording, values, on_host)
+        output, finished = recording.graph.replay(), recording.finished
+        return output[:num_due], None if finished is None else finished[:num_due]
 
-    def finished(self, entry: CaptureEntry, num_due: int) -> torch.Tensor:
-        """What `finish` made of the due rows in the last replay of this entry, of which it was a part."""
-        finished = self._recordings[entry].finished
-        assert finished is not None, "a runner without finish"
-        return finished[:num_due]
-
-    def _padded_step(self, entry: CaptureEntry) -> Callable[[], torch.Tensor]:
+    def _padded_step(self, entry: CaptureEntry) -> _Recording:
         """The step on an empty batch: all padding, as an idle rank runs it."""
-        self._take(entry, {})
-        return lambda: self._step_on_views(entry)
-
-    def _finishing(self, entry: CaptureEntry, recording: _Recording) -> Callable[[], torch.Tensor]:
-        """The same, with what is recorded after it."""
-        step = self._padded_step(entry)
-
-        def run() -> torch.Tensor:
-            output = step()
-            if self._model.finish is not None:
-                recording.finished = self._model.finish(output)
-            return output
-
-        return run
+        geometry, most = self.geometry(entry), self._model.max_requests
+        by_request = self.kind.num_requests(entry.bucket, most)
+        sizes = {
+            "tokens": geometry.num_tokens(self._rank),
+            "requests": entry.num_tokens if self.kind.attends_by == "token" else by_request,
+            "due": self.kind.num_due(entry.bucket, entry.tokens_per_request, most),
+        }
+        padded = _Recording(entry, geometry, self.buffers.views(sizes))
+        self._take(padded, {})
+        return padded
 
     def _take(
         self,
-        entry: CaptureEntry,
+        recording: _Recording,
         values: Mapping[str, torch.Tensor],
         on_host: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Copy a step's inputs in, pad them, and do what the host has to before they run."""
-        self.buffers.fill(self.buffers.views(self.sizes(entry)), values)
-        self._model.prepare(entry, values if on_host is None else on_host)
+        self.buffers.fill(recording.views, values)
+        self._model.prepare(recording.entry, values if on_host is None else on_host)
 
-    def _step_on_views(self, entry: CaptureEntry) -> torch.Tensor:
-        return self._model.step(self.buffers.views(self.sizes(entry)), self.geometry(entry), entry)
+    def _run(self, recording: _Recording) -> torch.Tensor:
+        """The step on what its views hold, with what is recorded after it."""
+        output = self._model.step(recording.views, recording.geometry, recording.entry)
+        if self._model.finish is not None:
+            recording.finished = self._model.finish(output)
+        return output
 
     def _record_of(
-        self, entry: CaptureEntry, collectives: list[CollectiveCall], capture_depth: int
+        self, recording: _Recording, collectives: list[CollectiveCall], capture_depth: int
     ) -> RecordedGeometry:
-        geometry = self.geometry(entry)
+        entry, geometry = recording.entry, recording.geometry
         lengths = geometry.buffer_lengths(self._rank)
         return RecordedGeometry(
             kind=entry.kind,
@@ -181,7 +189,9 @@ class GraphRunner:
             dp_buffer_length=lengths.global_length,
             padding_mode=geometry.padding_mode.name,
             runtime_max_tokens_per_rank=geometry.runtime_max_tokens_per_rank,
-            static_buffers=self.buffers.shapes(self.sizes(entry)),
+            static_buffers=tuple(
+                BufferShape(name, tuple(view.shape), dtype_name(view.dtype)) for name, view in recording.views.items()
+            ),
             held=self._exchange.path.held,
             capture_depth=capture_depth,
             collectives=tuple(collectives),

@@ -4,10 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
-from ..dispatch.dtypes import dtype_name
 from ..dispatch.errors import GeometryError
 from .buffer_spec import BufferSpec
-from .record import BufferShape
 
 
 class StaticBuffers:
@@ -30,11 +28,6 @@ class StaticBuffers:
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors.values())
-
-    def shapes(self, sizes: Mapping[str, int]) -> tuple[BufferShape, ...]:
-        """Shapes and dtypes of the views that a graph of these sizes reads."""
-        views = self.views(sizes)
-        return tuple(BufferShape(name, tuple(view.shape), dtype_name(view.dtype)) for name, view in views.items())
 
     def views(self, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """The leading rows of each buffer that a graph reads.

@@ -54,15 +54,13 @@ class StateReader:
         self._path = path
         self._graphs = graphs
 
-    def read(self) -> LocalState:
-        return LocalState(self._config, self._path.held, self._graphs.capture_depth, self._graphs.committed)
-
-    def digest(self) -> int:
-        """One number for all of it; equal numbers mean equal states."""
-        graphs = self._graphs
+    def read(self) -> tuple[LocalState, int]:
+        """The state, and one number for all of it; equal numbers mean equal states."""
+        graphs, held = self._graphs, self._path.held
         # Configuration and graphs are long, and change rarely: their digests are kept.
-        parts = (self._config_digest, self._path.held, graphs.capture_depth, graphs.committed_digest)
-        return zlib.crc32(msgspec.msgpack.encode(parts))
+        parts = (self._config_digest, held, graphs.capture_depth, graphs.committed_digest)
+        digest = zlib.crc32(msgspec.msgpack.encode(parts))
+        return LocalState(self._config, held, graphs.capture_depth, graphs.committed), digest
 
 
 class Agreement:
@@ -76,8 +74,9 @@ class Agreement:
     def __init__(self, group: dist.ProcessGroup, layout: Layout):
         self._group = group
         self._layout = layout
-        self._sent = torch.zeros(1, len(Proposal._fields), dtype=torch.int64)
-        self._received = torch.zeros(layout.world_size, len(Proposal._fields), dtype=torch.int64)
+        # The digest of a rank's state, and its proposal.
+        self._sent = torch.zeros(1, 1 + len(Proposal._fields), dtype=torch.int64)
+        self._received = torch.zeros(layout.world_size, 1 + len(Proposal._fields), dtype=torch.int64)
         # The same memory; plain integers go through NumPy in a fraction of the time.
         self._sent_row, self._received_rows = self._sent.numpy()[0], self._received.numpy()
 
@@ -85,16 +84,17 @@ class Agreement:
         """Collective over all ranks; see `derive_plan` for what is refused.
 
         Args:
-            proposal: with the digest of `state`.
-            state: this rank's.
+            proposal: this rank's.
+            state: this rank's; read here, and held to the others' before their proposals are.
         """
-        self._sent_row[:] = proposal
+        local, digest = state.read()
+        self._sent_row[:] = digest, *proposal
         all_gather_tensors(self._received, self._sent, group=self._group)
-        proposals = [Proposal._make(row) for row in self._received_rows.tolist()]
-        digests = [other.state_digest for other in proposals]
-        local = state.read()
+        rows = self._received_rows.tolist()
+        digests = [row[0] for row in rows]
         if digests.count(digests[0]) < len(digests):
             self._explain(local)
+        proposals = [Proposal._make(row[1:]) for row in rows]
         return derive_plan(proposals, self._layout, local.held.capacity, local.graphs)
 
     def _explain(self, state: LocalState) -> None:

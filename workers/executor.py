@@ -92,10 +92,8 @@ class StepExecutor:
             packed = PackedStep(dummy())
         inputs = packed.on(self._model.device, self._rows.token_ids_N)
         if plan.graph is not None:
-            self._graphs.count_replay(plan.graph)
             runner = self._graphs.runners[plan.graph.kind]
-            logits_NV = runner.replay(plan.graph, inputs.values(), batch.num_due, packed.inputs.values())
-            return logits_NV, runner.finished(plan.graph, batch.num_due)
+            return runner.replay(plan.graph, inputs.values(), batch.num_due, packed.inputs.values())
         self._graphs.count_eager(plan.eager_reason or "")
         return self._model.forward(inputs, plan.geometry, on_host=packed.inputs)[: batch.num_due], None
 

@@ -16,7 +16,7 @@ from .agreement import Agreement, StateReader
 from .config import WorkerConfig
 from .executor import SampledRows, StepExecutor
 from .mailbox import Inbox, Intake
-from .observing.reporter import StepReporter
+from .observing.reporter import Stage, StepReporter
 from .scheduling.scheduler import ScheduledBatch, Scheduler
 from .sharing import SharingRanks
 from .step_plan import Proposal, StepPlan
@@ -91,7 +91,6 @@ class StepLoop:
             scheduled = time.perf_counter()
             plan = self._agreement.agree(
                 Proposal(
-                    state_digest=self._state.digest(),
                     step=self.step,
                     kind=batch.kind,
                     num_tokens=batch.num_tokens,
@@ -104,10 +103,8 @@ class StepLoop:
                 ),
                 self._state,
             )
-            agreed = time.perf_counter()
-            self._reporter.remember(batch, plan, ("schedule", started, scheduled), ("agree", scheduled, agreed))
             self.step += 1
-            self._run_step(batch, plan, started, agreed - scheduled)
+            self._run_step(batch, plan, started, scheduled)
             if num_bytes := plan.intake_bytes[self._sharing.dp_rank]:
                 self._accept(self._share_intake(encoded, num_bytes))
             if plan.leave:
@@ -119,38 +116,35 @@ class StepLoop:
                 logger.debug("all ranks pause")
                 self._inbox.wait_beyond(plan.wake_epoch)
 
-    def _run_step(self, batch: ScheduledBatch, plan: StepPlan, started: float, agree_seconds: float) -> None:
+    def _run_step(self, batch: ScheduledBatch, plan: StepPlan, started: float, scheduled: float) -> None:
         """Launch this step, if there is one, and take in what has come back."""
+        agreed = time.perf_counter()
         self.stage_began = time.monotonic()
         before, self._under_way = self._under_way, None
-        launches = plan.geometry is not None and not plan.leave
-        if launches:
-            model_started = time.perf_counter()
+        launch: Stage | None = None
+        if plan.geometry is not None and not plan.leave:
             launched = _Launched(batch, plan, self._executor.run(batch, plan))
             self.stage_began = time.monotonic()
-            model_ended = time.perf_counter()
+            launch = "launch", agreed, time.perf_counter()
             self._scheduler.launch(batch)
-            self._reporter.count_launched(batch, plan, agree_seconds)
-            self._reporter.remember(batch, plan, ("launch", model_started, model_ended))
             if self._overlap:
                 self._under_way = launched
             else:
                 before = launched
+        self._reporter.note_launch(batch, plan, ("schedule", started, scheduled), ("agree", scheduled, agreed), launch)
         if before is not None:
             self._finish(before)
-        if launches:
-            self._reporter.count_time(batch, time.perf_counter() - started, model_ended - model_started)
-        self._reporter.poll()
+        self._reporter.end_step(batch, started, launch)
 
     def _finish(self, launched: _Launched) -> None:
         began = time.perf_counter()
         rows = launched.rows.wait(self._peer_wait_s)
         waited = time.perf_counter()
         due = [piece.sequence for piece in launched.batch.slices if piece.reaches_end]
-        self._reporter.count_generated(sum(not sequence.is_over for sequence in due))
-        self._reporter.hand_out(self._scheduler.resolve(launched.batch, rows))
-        stages = ("wait", began, waited), ("resolve", waited, time.perf_counter())
-        self._reporter.remember(launched.batch, launched.plan, *stages)
+        num_generated = sum(not sequence.is_over for sequence in due)
+        completions = self._scheduler.resolve(launched.batch, rows)
+        wait = "wait", began, waited
+        self._reporter.hand_out_step(launched.batch, launched.plan, completions, num_generated, wait)
 
     def _accept(self, intake: Intake) -> None:
         refused = [self._scheduler.add(request) for request in intake.requests]

@@ -22,7 +22,6 @@ class Proposal(NamedTuple):
     """What one rank brings to the agreement; each field travels as an int64.
 
     Attributes:
-        state_digest: of its `LocalState`.
         step: iterations since the start.
         kind: a `BatchKind`.
         num_tokens: tokens of its scheduled batch, 0 when idle.
@@ -34,7 +33,6 @@ class Proposal(NamedTuple):
         in_flight: 1 while tokens of this rank's last step have not come back yet.
     """
 
-    state_digest: int
     step: int
     kind: int
     num_tokens: int
@@ -108,7 +106,7 @@ def derive_plan(proposals: list[Proposal], layout: Layout, capacity: int, graphs
     """The plan that follows from all ranks' proposals; a pure function, so all ranks derive the same.
 
     Args:
-        proposals: one a rank, in rank order, with equal state digests.
+        proposals: one a rank, in rank order, of ranks whose states are alike.
         layout: the arrangement of ranks, equal on every rank.
         capacity: the most rows one rank may dispatch, equal on every rank.
         graphs: the committed graphs, equal on every rank.

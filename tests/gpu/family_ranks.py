@@ -159,7 +159,7 @@ def logits_of(engine: Any, batches: list[list[list[int]]], routing: Routing) -> 
         pieces = [(tokens, len(tokens) - back, len(tokens) - back + 1) for tokens in batch]
         values = step_inputs(pieces, tables, config.block_size).values()
         routing.begin()
-        rows = engine.graphs.runners["decode"].replay(entry, values, len(batch)).float().cpu()
+        rows = engine.graphs.runners["decode"].replay(entry, values, len(batch))[0].float().cpu()
         for kept, found in ((logits, rows), (experts, routing.of_replay(entry))):
             for index in range(len(batch)):
                 kept[index].append(found[index : index + 1])
@@ -189,7 +189,7 @@ def replay_prefill(engine: Any, batches: list[list[list[int]]], tables: list[lis
             last_rows = inputs.query_lens.cumsum(0) - 1
             values = replace(inputs, due_rows=last_rows).values()
             routing.begin()
-            rows = engine.graphs.runners["piecewise"].replay(entry, values, len(mine)).float().cpu()
+            rows = engine.graphs.runners["piecewise"].replay(entry, values, len(mine))[0].float().cpu()
             chosen = routing.of_replay(entry)
             for place, index in enumerate(mine):
                 logits[index] = rows[place : place + 1]

@@ -209,7 +209,7 @@ class _KeptInputs:
         self.steps: list[tuple[Any, dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
         self._runner.replay = self._keep  # type: ignore[method-assign]
 
-    def _keep(self, entry: Any, values: Any, num_due: int, on_host: Any = None) -> torch.Tensor:
+    def _keep(self, entry: Any, values: Any, num_due: int, on_host: Any = None) -> Any:
         self._seen += 1
         if self._seen % self._every == 0 and len(self.steps) < KEPT_STEPS:
             on_device = {name: tensor.clone() for name, tensor in values.items()}

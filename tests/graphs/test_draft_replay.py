@@ -152,7 +152,7 @@ def compare_draft_replays(engine: RankEngine, kind: str, steps: Sequence[tuple[i
             num_due = count * entry.tokens_per_request
             poison_buffers(engine, kind)
             caches.restore(padding=float("nan"))
-            replayed, replayed_cache = runner.replay(entry, values, num_due).clone(), caches.draft()
+            replayed, replayed_cache = runner.replay(entry, values, num_due)[0].clone(), caches.draft()
             untouched = caches.target_is_untouched()
             caches.restore(padding=0.0)
             padded, padded_cache = run_padded(runner, entry, values, num_due).clone(), caches.draft()

@@ -177,8 +177,9 @@ def compare_replays(engine: RankEngine, kind: str, steps: Sequence[tuple[int, ..
 
         poison_buffers(engine, kind)
         cache.restore(padding=float("nan"))
-        replayed, replayed_cache = runner.replay(entry, inputs.values(), num_due).clone(), cache.written()
-        tokens = StepRows.unpacked(runner.finished(entry, num_due).clone()).token_ids_N
+        logits, greedy = runner.replay(entry, inputs.values(), num_due)
+        replayed, replayed_cache = logits.clone(), cache.written()
+        tokens = StepRows.unpacked(greedy.clone()).token_ids_N
         cache.restore(padding=0.0)
         padded, padded_cache = run_padded(runner, entry, inputs.values(), num_due).clone(), cache.written()
         cache.restore(padding=0.0)

@@ -235,9 +235,9 @@ def another_runner(runner: GraphRunner, kind: Any, **changes: Any) -> GraphRunne
     return GraphRunner(kind, dataclasses.replace(model_of(runner), **changes), runner._exchange, runner.backend)
 
 
-def take(runner: GraphRunner, *inputs: Any) -> None:
+def take(runner: GraphRunner, entry: CaptureEntry, *inputs: Any) -> None:
     """As before a replay: copy the inputs in and pad them."""
-    runner._take(*inputs)
+    runner._take(runner._recordings[entry], *inputs)
 
 
 def run_padded(
@@ -245,7 +245,8 @@ def run_padded(
 ) -> torch.Tensor:
     """The step of a graph with its padding, run directly; what a replay must equal to the bit."""
     take(runner, entry, values)
-    return runner._step_on_views(entry)[:num_due]
+    recording = runner._recordings[entry]
+    return runner._model.step(recording.views, recording.geometry, entry)[:num_due]
 
 
 def graphs_of(runner: GraphRunner) -> dict[CaptureEntry, Any]:
@@ -284,8 +285,8 @@ def step_parts_of(engine: RankEngine) -> dict[str, tuple[Any, str]]:
     loop, executor, attention = engine.loaded.loop, executor_of(engine), target_of(engine).attention
     parts: dict[str, tuple[Any, str]] = {
         "schedule": (loop._scheduler, "schedule"),
-        "state digest": (loop._state, "digest"),
         "agree": (loop._agreement, "agree"),
+        "  of agreeing, own state": (loop._state, "read"),
         "  of planning, waiting for the last plan": (attention, "_wait_for_last_plan"),
         "  of planning, page table": (attention, "_pages"),
         "sample": (executor, "_sample"),

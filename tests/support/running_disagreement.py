@@ -28,8 +28,7 @@ def disagree_while_running(engine: RankEngine, fault: Fault, faulty_rank: int) -
         seen[0] += 1
         if seen[0] == FAULTY_STEP and engine.rank == faulty_rank:
             opened[0].__enter__()
-            state = state_of(engine)
-            arguments = (arguments[0]._replace(state_digest=state.digest()), state)
+            arguments = (arguments[0], state_of(engine))
         return agree(*arguments)
 
     opened.append(fault(engine))

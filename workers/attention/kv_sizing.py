@@ -226,7 +226,6 @@ def run_largest_step(config: RankConfig, target: TargetModel, agreement: Agreeme
     inputs = largest_inputs(config)
     plan = agreement.agree(
         Proposal(
-            state_digest=state.digest(),
             step=0,
             kind=BatchKind.PREFILL,
             num_tokens=inputs.input_ids.numel(),

@@ -59,6 +59,7 @@ class TargetModel:
         inputs = inputs.to(self.device)
         paged = self.attention.batch(host_inputs, entry, inputs.slots)
         self._exchange.begin_step(geometry, inputs.num_valid_tokens)
+        # `paged` comes back in `_paged_attention` (attention/paged.py), the experts' turn is in dispatch/moe.py.
         output = self.model(
             input_ids=inputs.input_ids.unsqueeze(0),
             position_ids=inputs.positions.unsqueeze(0),

@@ -15,6 +15,9 @@ from .trace import StepTrace, TraceEvent
 
 _PROGRESS_INTERVAL_S = 0.5
 
+Stage = tuple[str, float, float]
+"""Of a step: its name, and when it began and ended by `time.perf_counter`."""
+
 
 class StepReporter:
     """Counts and hands out what one rank's loop does.
@@ -71,33 +74,51 @@ class StepReporter:
         self._next_progress = now + _PROGRESS_INTERVAL_S
         return self._scheduler.progress()
 
-    def count_launched(self, batch: ScheduledBatch, plan: StepPlan, agree_seconds: float) -> None:
+    def note_launch(
+        self, batch: ScheduledBatch, plan: StepPlan, schedule: Stage, agree: Stage, launch: Stage | None
+    ) -> None:
+        """Count and remember an iteration up to its launch; one without is no step, and remembered all the same."""
+        if launch is None:
+            self._remember(batch, plan, schedule, agree)
+            return
+        self._remember(batch, plan, schedule, agree, launch)
         self._add(
             steps=1,
             replayed_steps=plan.graph is not None,
             decode_steps=batch.kind is BatchKind.DECODE,
             idle_steps=batch.kind is BatchKind.IDLE,
             prompt_tokens=batch.num_tokens if batch.kind is BatchKind.PREFILL else 0,
-            agree_seconds=agree_seconds,
+            agree_seconds=agree[2] - agree[1],
         )
         assert plan.geometry is not None
         for index, rank in enumerate(self._sharing.ranks):
             self._dispatched_rows[index] += plan.geometry.num_rows_per_rank[rank]
 
-    def count_generated(self, num_tokens: int) -> None:
-        self._add(generated_tokens=num_tokens)
+    def hand_out_step(
+        self, batch: ScheduledBatch, plan: StepPlan, completions: list[Completion], num_generated: int, wait: Stage
+    ) -> None:
+        """Hand out what a launched step finished, once its rows are taken in."""
+        self._add(generated_tokens=num_generated)
+        self.hand_out(completions)
+        self._remember(batch, plan, wait, ("resolve", wait[2], time.perf_counter()))
 
-    def count_time(self, batch: ScheduledBatch, seconds: float, model_seconds: float) -> None:
-        """After what the step finished is handed out, so what goes along with that has neither time of this step."""
-        decodes = batch.kind is BatchKind.DECODE
-        self._step_times[bisect_left(STEP_TIME_BOUNDS_S, seconds)] += 1
-        self._add(
-            step_seconds=seconds,
-            decode_seconds=seconds if decodes else 0.0,
-            decode_model_seconds=model_seconds if decodes and not self._overlap else 0.0,
-        )
+    def end_step(self, batch: ScheduledBatch, started: float, launch: Stage | None) -> None:
+        """After what the step finished is handed out, so what goes along with that has neither time of this step.
 
-    def remember(self, batch: ScheduledBatch, plan: StepPlan, *stages: tuple[str, float, float]) -> None:
+        Also where nothing was launched: take in what layers have counted, as far as it has come back from the device.
+        """
+        if launch is not None:
+            seconds, decodes = time.perf_counter() - started, batch.kind is BatchKind.DECODE
+            self._step_times[bisect_left(STEP_TIME_BOUNDS_S, seconds)] += 1
+            self._add(
+                step_seconds=seconds,
+                decode_seconds=seconds if decodes else 0.0,
+                decode_model_seconds=launch[2] - launch[1] if decodes and not self._overlap else 0.0,
+            )
+        if self._expert_load is not None:
+            self._expert_load.poll()
+
+    def _remember(self, batch: ScheduledBatch, plan: StepPlan, *stages: Stage) -> None:
         if self._trace is None:
             return
         graph = plan.eager_reason if plan.graph is None else str(plan.graph)
@@ -105,11 +126,6 @@ class StepReporter:
         self._trace.add(
             *(TraceEvent(name, plan.step, began, ended, kind, num_tokens, graph) for name, began, ended in stages)
         )
-
-    def poll(self) -> None:
-        """Between steps: take in what layers have counted, as far as it has come back from the device."""
-        if self._expert_load is not None:
-            self._expert_load.poll()
 
     def leave(self) -> None:
         """All ranks leave the loop: what unfinished requests have gained goes along, however recently it last did."""

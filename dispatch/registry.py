@@ -51,6 +51,8 @@ def register(way: type[Way] | type[ExpertsWay]) -> None:
             give and lacks.
     """
     _read_built_in()
+    if not isinstance(way, type):
+        raise ConfigError(f"{way!r:.60} is registered, which is no class: register a class of `dispatch.way`")
     _register(way)
 
 
@@ -61,15 +63,21 @@ def load_plugins(modules: Sequence[str]) -> None:
         ConfigError: one cannot be imported, with the reason.
     """
     for module in modules:
+        if not all(part.isidentifier() for part in module.split(".")):
+            raise ConfigError(f"plugins: {module!r} is no name of a module: give it as `import` takes it")
         try:
             importlib.import_module(module)
         except ConfigError:
             raise
-        except Exception as error:  # whatever a module of the user's own raises
+        except (Exception, SystemExit) as error:  # whatever a module of the user's own raises
+            is_missing = isinstance(error, ModuleNotFoundError) and error.name in (module, module.partition(".")[0])
+            install = (
+                "install it on all nodes, or name a folder that has it in PYTHONPATH where the pool is launched, where "
+                "Ray is started and in worker.environment"
+            )
             raise ConfigError(
-                f"plugins: module {module!r} cannot be imported: {type(error).__name__}: {error}; install it on all "
-                "nodes, or name a folder that has it in PYTHONPATH where the pool is launched, where Ray is started "
-                "and in worker.environment"
+                f"plugins: module {module!r} cannot be imported: {type(error).__name__}: {error}; "
+                f"{install if is_missing else 'correct it'}"
             ) from error
 
 

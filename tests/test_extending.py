@@ -226,6 +226,40 @@ def test_a_plugin_that_cannot_be_imported_is_refused_by_its_name(tiny_moe, tmp_p
     assert "PYTHONPATH" in said
 
 
+@pytest.mark.parametrize(
+    ("module", "content", "said"),
+    [
+        ("of_mine", "import sys; sys.exit(7)", "module 'of_mine' cannot be imported: SystemExit: 7; correct it"),
+        ("of_mine", "raise OSError('gone')", "module 'of_mine' cannot be imported: OSError: gone; correct it"),
+        ("of_mine", "import absent_one", "No module named 'absent_one'; correct it"),
+        (
+            "of_mine",
+            "from expert_pool.dispatch.registry import register; register(5)",
+            "5 is registered, which is no cl",
+        ),
+        ("../of_mine", "", "'../of_mine' is no name of a module: give it as `import` takes it"),
+        (".of_mine", "", "'.of_mine' is no name of a module"),
+    ],
+)
+def test_a_module_that_is_no_plugin_is_refused_by_what_is_wrong_with_it(module, content, said, tiny_moe, tmp_path):
+    (tmp_path / "of_mine.py").write_text(content)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        resolve(config_of(tiny_moe, plugins=(module,)), inspect_model(tiny_moe))
+
+
+def test_a_way_that_cannot_say_what_it_refuses_is_refused(tiny_moe):
+    class Odd(RelayDispatcher):
+        kind = name = "odd"
+
+        @classmethod
+        def problems(cls, settings: PathSettings, setting: str) -> list[str]:
+            raise ValueError("odd indeed")
+
+    registry.register(Odd)
+    with pytest.raises(ConfigError, match=r"'odd' cannot say what it refuses: .*Odd.problems raises ValueError: odd"):
+        resolve(config_of(tiny_moe, dispatch="odd"), inspect_model(tiny_moe))
+
+
 def test_a_name_that_another_has_is_refused():
     class OtherGather(DispatcherWay):
         kind = "allgather"

@@ -68,13 +68,15 @@ def _settled(name: str, value: Any, kind: Any) -> Any:
         ConfigError: it is not of this kind.
     """
     if kind is bool:
-        if value not in (True, False):
+        if not isinstance(value, bool) and str(getattr(value, "dtype", "")) != "bool":
             _refuse_setting(name, value, "true or false")
         return bool(value)
     if kind == tuple[str, ...]:
         return _settled_texts(name, value)
     if value is None and type(None) in get_args(kind):
         return None
+    if isinstance(value, (bool, str, bytes)):  # numbers to Python alone
+        _refuse_setting(name, value, "a number" if float in (kind, *get_args(kind)) else "an integer")
     if float in (kind, *get_args(kind)):
         try:
             return float(value)

@@ -48,7 +48,9 @@ class CompletionWriter:
 
     def __init__(self, path: str):
         self._path = path
+        self._new_folders: list[Path] = []
         try:
+            self._new_folders = [folder for folder in Path(path).parents if not folder.exists()]
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             if Path(path).exists() and not Path(path).is_file():
                 what = "a folder" if Path(path).is_dir() else "no regular file"
@@ -146,11 +148,13 @@ class CompletionWriter:
             raise self._changed("its contents are not those that this run left")
 
     def close(self) -> None:
-        """An empty file that was not there before does not stay."""
+        """An empty file that was not there before does not stay, nor do folders that were made for it."""
         if self._is_new and not self.finished:
             with contextlib.suppress(OSError):
                 if os.fstat(self._file.fileno()).st_size == 0:
                     os.unlink(self._path)
+                    for folder in self._new_folders:
+                        folder.rmdir()
         self._file.close()
 
     def __enter__(self) -> "CompletionWriter":

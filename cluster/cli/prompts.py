@@ -82,7 +82,7 @@ def read_prompts(path: str, defaults: SamplingParams) -> list[PromptEntry]:
         entry = _parse(f"--prompts {path}, line {number}", number, line, defaults)
         if entry.id in entries:
             raise ConfigError(
-                f"--prompts {path}, line {number}: id {entry.id!r} is that of line {entries[entry.id].line_number}"
+                f"--prompts {path}, line {number}: id {entry.id!r:.80} is that of line {entries[entry.id].line_number}"
             )
         entries[entry.id] = entry
     if not entries:

@@ -57,7 +57,7 @@ def new_driver(config: PoolConfig, rank_config: RankConfig, name: str | None, ha
     except ValueError as error:
         if name in named_pools():
             raise ConfigError(
-                f"a pool named {name!r} is there already: connect to it, shut it down, or take another name"
+                f"a pool named {name!r:.80} is there already: connect to it, shut it down, or take another name"
             ) from error
         raise
 
@@ -72,7 +72,9 @@ def named_driver(name: str) -> Any:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError as error:
         there = ", ".join(named_pools()) or "none"
-        raise ConfigError(f"no pool named {name!r} runs in this cluster (named pools: {there}): launch it") from error
+        raise ConfigError(
+            f"no pool named {name!r:.80} runs in this cluster (named pools: {there}): launch it"
+        ) from error
 
 
 def named_pools() -> list[str]:

@@ -191,7 +191,10 @@ def _integers(prompt: Any) -> tuple[int, ...]:
             f"{_WHAT_A_PROMPT_IS}, not one message: {prompt!r:.60}; a whole chat is one prompt: give a list of chats"
         )
     try:
-        token_ids = tuple(operator.index(token_id) for token_id in prompt)
+        given = tuple(prompt)
+        if any(isinstance(token_id, bool) for token_id in given):  # integers to Python alone
+            raise TypeError
+        token_ids = tuple(map(operator.index, given))
     except TypeError as error:
         raise ConfigError(f"{_WHAT_A_PROMPT_IS}, not {prompt!r:.60}") from error
     if any(not -(2**63) <= token_id < 2**63 for token_id in token_ids):

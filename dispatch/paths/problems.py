@@ -13,6 +13,7 @@ from ..registry import (
     fused_of,
     way_of,
 )
+from ..way import ExpertsWay, Way
 from .capacity import budget_problems
 from .table import PathName
 
@@ -21,9 +22,9 @@ def path_problems(settings: PathSettings) -> list[str]:
     """Each with the setting to change; empty where dispatcher, experts, quantisation and table go together."""
     problems = list(budget_problems(settings.limits, settings.layout, settings.dispatch, settings.experts))
     if settings.dispatch not in fused_kinds():
-        problems += experts_of(settings.experts).problems(settings)
+        problems += _said_by(experts_of(settings.experts), settings)
     problems += _quantisation_problems(settings)
-    problems += way_of(settings.dispatch).problems(settings, f"dispatch={settings.dispatch!r}")
+    problems += _said_by(way_of(settings.dispatch), settings, f"dispatch={settings.dispatch!r}")
     if settings.tuning.table is not None and settings.dispatch != MEASURED:
         problems.append(f"tuning.table is for dispatch='measured', and dispatch is {settings.dispatch!r}: leave it out")
     return problems
@@ -38,9 +39,18 @@ def problems_of(path: PathName, settings: PathSettings, setting: str) -> list[st
         setting: that asks for it, for messages.
     """
     if path.capacity is not None:
-        return fused_of(path.dispatch).problems(settings, setting)
+        return _said_by(fused_of(path.dispatch), settings, setting)
     dispatcher, experts = dispatcher_of(path.dispatch), experts_of(path.experts)
-    return [*dispatcher.problems(settings, setting), *experts.problems(settings)]
+    return [*_said_by(dispatcher, settings, setting), *_said_by(experts, settings)]
+
+
+def _said_by(way: type[Way] | type[ExpertsWay], settings: PathSettings, *setting: str) -> list[str]:
+    """A way's problems; what it raises instead is one, as in `refusal`."""
+    try:
+        return list(way.problems(settings, *setting))
+    except Exception as error:  # a plugin's own
+        named = f"{way.__module__}.{way.__qualname__}"
+        return [f"{way.kind!r} cannot say what it refuses: {named}.problems raises {type(error).__name__}: {error}"]
 
 
 def _quantisation_problems(settings: PathSettings) -> list[str]:

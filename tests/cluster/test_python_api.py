@@ -56,7 +56,7 @@ def test_prompts_that_are_no_list_are_refused(prompts, pool):
         pool.generate(prompts)
 
 
-@pytest.mark.parametrize("prompt", [None, 5, b"text", [1.5], ["a"], [[1]], [2**63], object()])
+@pytest.mark.parametrize("prompt", [None, 5, b"text", [1.5], [True], ["a"], [[1]], [2**63], object()])
 def test_a_prompt_that_is_none_is_refused(prompt, pool):
     with pytest.raises(ConfigError, match=r"a prompt is a text, |does not fit into 64 bits"):
         pool.generate([[5], prompt])

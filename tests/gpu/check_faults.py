@@ -86,11 +86,11 @@ class Cases:
         self.heard.append((time.monotonic(), line))
         say(f"  {line}")
 
-    def _run(self, name: str, begin: Callable[[], Any], case: Callable[..., None], *arguments: Any) -> None:
+    def _run(self, name: str, get_subject: Callable[[], Any], case: Callable[..., None], *arguments: Any) -> None:
         remarks: list[str] = []
         started = time.monotonic()
         try:
-            subject = begin()
+            subject = get_subject()
             started = time.monotonic()
             in_time(self._options["case_deadline"], case, remarks, subject, *arguments)
             verdict = "pass"

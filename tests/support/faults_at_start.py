@@ -21,7 +21,8 @@ _FOLDER = Path(__file__).resolve().parent
 def session_environment(file: Path) -> Iterator[None]:
     """Ray's processes get the environment of what starts it: where this module is, and where `want` writes."""
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", _FILE)}
-    os.environ |= {"PYTHONPATH": os.pathsep.join((str(_FOLDER.parent), str(_FOLDER))), _FILE: str(file)}
+    path = [str(_FOLDER.parent), str(_FOLDER), *filter(None, [before["PYTHONPATH"]])]
+    os.environ |= {"PYTHONPATH": os.pathsep.join(path), _FILE: str(file)}
     try:
         yield
     finally:

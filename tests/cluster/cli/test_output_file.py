@@ -191,6 +191,8 @@ def test_a_run_that_wrote_nothing_leaves_no_empty_file_but_keeps_one_that_was_th
     path = tmp_path / "out.jsonl"
     CompletionWriter(str(path)).close()
     assert not path.exists()
+    CompletionWriter(str(tmp_path / "new" / "folders" / "out.jsonl")).close()
+    assert not (tmp_path / "new").exists()
     path.write_text("")
     CompletionWriter(str(path)).close()
     assert path.exists()

@@ -172,6 +172,10 @@ def test_no_sequences_give_no_rows():
         ({"max_new_tokens": 2.5}, "max_new_tokens=2.5: set max_new_tokens to an integer"),
         ({"top_k": 2.5}, "top_k=2.5: set top_k to an integer"),
         ({"temperature": "hot"}, "temperature='hot': set temperature to a number"),
+        ({"temperature": "0"}, "temperature='0': set temperature to a number"),
+        ({"max_new_tokens": True}, "max_new_tokens=True: set max_new_tokens to an integer"),
+        ({"top_k": True}, "top_k=True: set top_k to an integer"),
+        ({"ignore_eos": 1}, "ignore_eos=1: set ignore_eos to true or false"),
     ],
 )
 def test_a_setting_out_of_bounds_is_refused_with_its_bound(settings, complaint):

@@ -274,6 +274,7 @@ def generated_by(pool: ExpertPool) -> list[tuple[int, ...]]:
     return [tokens[index] for index in range(len(PROMPTS))]
 
 
+@pytest.mark.long
 def test_h5_a_pool_that_drops_a_graph_says_so_and_one_that_disagrees_at_another_size_keeps_the_one_it_has(
     faults, session, random_models, references, tmp_path
 ):

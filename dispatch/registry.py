@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Sequence
 from functools import cache
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from .budgets.limits import QuantisationKind
 from .errors import ConfigError
@@ -86,8 +86,30 @@ def plugged_in() -> tuple[tuple[str, str], ...]:
     return tuple(sorted(_plugged_in.items()))
 
 
-def note_plugged_in(name: str, described: type) -> None:
-    """Something is registered under this name; that of the house is left out."""
+def add_to(known: dict[str, Any], name: str, described: Any, has_to_give: str) -> None:
+    """Make a class known in a registry, this one or another.
+
+    Args:
+        known: of the registry.
+        name: in it.
+        described: the class.
+        has_to_give: who asks for methods that it lacks, and where that stands, for the message.
+
+    Raises:
+        ConfigError: another class has the name, or this one lacks methods.
+    """
+    before = known.get(name)
+    if before is not None and (before.__module__, before.__qualname__) != (
+        described.__module__,
+        described.__qualname__,
+    ):
+        raise ConfigError(
+            f"{described.__module__} registers {name!r}, which {before.__module__} has registered: rename it"
+        )
+    if inspect.isabstract(described):
+        lacks = ", ".join(sorted(described.__abstractmethods__))
+        raise ConfigError(f"{described.__module__}.{described.__qualname__} lacks {lacks}, which {has_to_give}")
+    known[name] = described
     if described.__module__.partition(".")[0] != __name__.partition(".")[0]:
         _plugged_in[name] = described.__module__
 
@@ -214,14 +236,7 @@ def _add(known: dict[str, _Described], way: _Described) -> None:
         raise ConfigError(f"{named} is a way to the experts without a kind: give it the name that settings call it by")
     if not _KIND.fullmatch(kind) or kind == AUTO:
         raise ConfigError(f"a way to the experts cannot be named {kind!r}: use small letters, digits and underscores")
-    before = known.get(kind)
-    if before is not None and (before.__module__, before.__qualname__) != (way.__module__, way.__qualname__):
-        raise ConfigError(f"{way.__module__} registers {kind!r}, which {before.__module__} has registered: rename it")
-    if inspect.isabstract(way):
-        lacks = ", ".join(sorted(way.__abstractmethods__))
-        raise ConfigError(f"{named} lacks {lacks}, which a way to the experts has to give: see dispatch/way.py")
-    known[kind] = way
-    note_plugged_in(kind, way)
+    add_to(known, kind, way, "a way to the experts has to give: see dispatch/way.py")
 
 
 def _refuse(setting: str, kind: str, known: Sequence[str]) -> NoReturn:

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from ...dispatch.errors import ConfigError
-from ...dispatch.registry import note_plugged_in
+from ...dispatch.registry import add_to
 from ..rank_config import RankConfig
 from .way import AttentionWay
 
@@ -24,12 +24,9 @@ def register(way: type[AttentionWay]) -> type[AttentionWay]:
     """Make an attention known; to be written above its class.
 
     Raises:
-        ConfigError: another attention has its kind.
+        ConfigError: another attention has its kind, or it lacks what it has to give.
     """
-    known = _ways.setdefault(way.kind, way)
-    if known is not way:
-        raise ConfigError(f"{way.__module__} registers {way.kind!r}, which {known.__module__} has")
-    note_plugged_in(way.kind, way)
+    add_to(_ways, way.kind, way, "an attention has to give: see workers/attention/way.py")
     return way
 
 

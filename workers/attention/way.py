@@ -12,6 +12,7 @@ ranks take is decided from their configuration alone, so it is the same on every
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from .backend import AttentionBackend, PagedCache
 
 
-class AttentionWay:
+class AttentionWay(ABC):
     """One way to attend.
 
     Attributes:
@@ -91,6 +92,7 @@ class AttentionWay:
         return KvCache(spec.attention, num_blocks, config.block_size, getattr(torch, spec.dtype), device)
 
     @classmethod
+    @abstractmethod
     def make(cls, config: RankConfig, model: PreTrainedModel, cache: Any, device: torch.device) -> AttentionBackend:
         """The attention of a rank; takes no other rank, and may be made again for another cache.
 
@@ -100,4 +102,3 @@ class AttentionWay:
             cache: what `make_cache` returned.
             device: of this rank.
         """
-        raise NotImplementedError

@@ -83,6 +83,15 @@ def test_an_attention_of_a_kind_that_another_has_is_refused(joint):
         registry.register(Other)
 
 
+def test_an_attention_that_makes_none_is_refused_by_what_it_lacks(joint):
+    class Unfinished(AttentionWay):
+        kind = "unfinished"
+        devices = places(cpu=0)
+
+    with pytest.raises(ConfigError, match=r"Unfinished lacks make, which an attention has to give"):
+        registry.register(Unfinished)
+
+
 def test_where_all_attentions_refuse_the_reasons_are_given(joint, random_models, monkeypatch):
     monkeypatch.delitem(attentions_known(), "sdpa")
     with pytest.raises(ConfigError, match=r"no attention on worker.device='cpu' serves .*some layer has sinks"):

@@ -12,7 +12,7 @@ import torch
 from expert_pool.cluster import PoolConfig
 from expert_pool.cluster.cli.plan_report import plan_pool
 from expert_pool.cluster.driver.same_weights import held_by_files
-from expert_pool.dispatch.errors import CheckpointError
+from expert_pool.dispatch.errors import CheckpointError, ConfigError
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.model.checkpoint import check_weights
 from expert_pool.workers.model.formats import registry
@@ -143,8 +143,16 @@ def test_two_formats_of_one_name_are_refused(int8):
     class Other(registry.CheckpointFormat):
         name = "plain"
 
-    with pytest.raises(CheckpointError, match=r"test_formats registers 'plain', which .*formats.plain has"):
+    with pytest.raises(ConfigError, match=r"test_formats registers 'plain', which .*formats.plain has"):
         registry.register(Other)
+
+
+def test_a_format_that_recognises_nothing_is_refused_by_what_it_lacks(int8):
+    class Unfinished(registry.CheckpointFormat):
+        name = "unfinished"
+
+    with pytest.raises(ConfigError, match=r"Unfinished lacks recognises, which a checkpoint format has to give"):
+        registry.register(Unfinished)
 
 
 def test_ranks_compare_what_lies_beside_the_configuration(int8, random_models, tmp_path):

@@ -13,6 +13,7 @@ headers, the bytes that plans count, and what a rank reads, whose digest is over
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -85,7 +86,7 @@ def stored_as_it_is(name: str, header: Header) -> StoredTensor:
     return StoredTensor(header.shape, {name: Part(name, FLOATS, header.shape)})
 
 
-class CheckpointFormat:
+class CheckpointFormat(ABC):
     """How the weights of a model folder are stored.
 
     Args:
@@ -103,13 +104,13 @@ class CheckpointFormat:
         self.folder = folder
 
     @classmethod
+    @abstractmethod
     def recognises(cls, folder: ModelFolder) -> bool:
         """Whether a folder is of this format, supported or not; no two formats recognise the same one.
 
         What tells may be its declarations, or names and dtypes in headers, which are not there where a model is only
         planned with.
         """
-        raise NotImplementedError
 
     def problems(self) -> list[str]:
         """What of the declarations cannot be served, each with the reason; which modules are left alone included."""

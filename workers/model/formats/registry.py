@@ -4,7 +4,7 @@ others are registered by modules that the setting `plugins` names, in the driver
 import importlib
 
 from ....dispatch.errors import CheckpointError
-from ....dispatch.registry import note_plugged_in
+from ....dispatch.registry import add_to
 from ..spec import ModelSpec
 from .contract import CheckpointFormat
 from .folder import ModelFolder
@@ -16,12 +16,11 @@ def register(described: type[CheckpointFormat]) -> type[CheckpointFormat]:
     """Make a format known; to be written above its class.
 
     Raises:
-        CheckpointError: another format has its name.
+        ConfigError: another format has its name, or it lacks what it has to give.
     """
-    known = _formats.setdefault(described.name, described)
-    if known is not described:
-        raise CheckpointError(f"{described.__module__} registers {described.name!r}, which {known.__module__} has")
-    note_plugged_in(described.name, described)
+    add_to(
+        _formats, described.name, described, "a checkpoint format has to give: see workers/model/formats/contract.py"
+    )
     return described
 
 

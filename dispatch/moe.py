@@ -38,6 +38,8 @@ class MoeExchange:
     Attributes:
         bound: what every experts module of the model calls.
         layers: the model's MoE layers, in the order in which it runs them; none before they are described.
+        num_valid: `[1]` int32 on the device, rows of the step under way that carry a token: where it is set, routers
+            read it, and send rows from there on to no expert themselves.
         load: what layers count their routing into, set before anything is recorded; `None`: they do not count.
     """
 
@@ -48,6 +50,7 @@ class MoeExchange:
         self.collectives = collectives
         self.bound: list[ExpertParallelExperts] = []
         self.layers: list[MoeLayer] = []
+        self.num_valid: torch.Tensor | None = None
         self.load: ExpertLoad | None = None
         self._geometry: StepGeometry | None = None
         self._num_valid_tokens: torch.Tensor | None = None
@@ -89,6 +92,11 @@ class MoeExchange:
         self._num_valid_tokens = num_valid_tokens
         self._carries_token_T1 = None
         self._carried_TK = None
+        if self.num_valid is not None:
+            if num_valid_tokens is None:
+                self.num_valid.fill_(torch.iinfo(torch.int32).max)
+            else:
+                self.num_valid.copy_(num_valid_tokens)
 
     @contextmanager
     def tried_with(self, stand_in: StandIn) -> Iterator[None]:
@@ -121,23 +129,28 @@ class MoeExchange:
 
     def without_padding(self, expert_ids_TK: torch.Tensor) -> torch.Tensor:
         """Expert ids in which padding rows are routed to no expert."""
-        if self._num_valid_tokens is None:
+        if self.num_valid is not None or (carries_token_T1 := self._carries_token(expert_ids_TK)) is None:
             return expert_ids_TK
-        if self._carries_token_T1 is None:
-            # The same for all layers of a step, and small kernels are what a decode step is made of.
-            row_T1 = torch.arange(expert_ids_TK.shape[0], device=expert_ids_TK.device).unsqueeze(1)
-            self._carries_token_T1 = row_T1 < self._num_valid_tokens
-        return torch.where(self._carries_token_T1, expert_ids_TK, INVALID_EXPERT_ID)
+        return torch.where(carries_token_T1, expert_ids_TK, INVALID_EXPERT_ID)
 
     def count_load(self, layer: int, expert_ids_TK: torch.Tensor) -> None:
-        """Count a layer's routing, after `without_padding`; `[T, K]` global expert ids of the whole batch."""
+        """Count a layer's routing; `[T, K]` global expert ids of the whole batch, as the router gives them."""
         if self.load is None:
             return
         if self._carried_TK is None or self._carried_TK.shape != expert_ids_TK.shape:
             self._carried_TK = torch.ones_like(expert_ids_TK, dtype=torch.int64)
-            if self._carries_token_T1 is not None:
-                self._carried_TK *= self._carries_token_T1
+            if (carries_token_T1 := self._carries_token(expert_ids_TK)) is not None:
+                self._carried_TK *= carries_token_T1
+        if self.num_valid is not None:
+            expert_ids_TK = expert_ids_TK.clamp(min=0)  # padding counts nothing, for whichever expert
         self.load.count(layer, expert_ids_TK, self._carried_TK)
+
+    def _carries_token(self, expert_ids_TK: torch.Tensor) -> torch.Tensor | None:
+        """`[T, 1]` bool, false for padding; `None` where there is none. The same for all layers of a step."""
+        if self._num_valid_tokens is not None and self._carries_token_T1 is None:
+            row_T1 = torch.arange(expert_ids_TK.shape[0], device=expert_ids_TK.device).unsqueeze(1)
+            self._carries_token_T1 = row_T1 < self._num_valid_tokens
+        return self._carries_token_T1
 
     def gather_shared_batch(self, y_TH: torch.Tensor, geometry: StepGeometry) -> torch.Tensor:
         """Undo the scatter: from this rank's rows to all rows of the batch it shares. Collective over those ranks."""

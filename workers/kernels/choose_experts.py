@@ -4,15 +4,19 @@ import torch
 import triton
 import triton.language as tl
 
+from ...dispatch.dispatchers.contract import INVALID_EXPERT_ID
+
 
 @triton.jit
 def _choose(  # type: ignore[no-untyped-def]
     logits_ptr,
     weights_ptr,
     ids_ptr,
+    num_valid_ptr,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     NORMALISED: tl.constexpr,
+    NO_EXPERT: tl.constexpr,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
@@ -36,13 +40,15 @@ def _choose(  # type: ignore[no-untyped-def]
         left = tl.where(expert == chosen, -1.0, left)
     if NORMALISED:
         weights = weights / tl.sum(weights, axis=0)
+    if num_valid_ptr is not None:
+        ids = tl.where(row < tl.load(num_valid_ptr), ids, NO_EXPERT)
     address = row * TOP_K + slot
     tl.store(ids_ptr + address, ids, mask=slot < TOP_K)
     tl.store(weights_ptr + address, weights.to(weights_ptr.dtype.element_ty), mask=slot < TOP_K)
 
 
 def choose_experts(
-    logits_TE: torch.Tensor, top_k: int, is_normalised: bool, dtype: torch.dtype
+    logits_TE: torch.Tensor, top_k: int, is_normalised: bool, dtype: torch.dtype, num_valid: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `top_k` experts of each row by the softmax of its logits; one kernel.
 
@@ -51,6 +57,7 @@ def choose_experts(
         top_k: at most E.
         is_normalised: divide the chosen weights by their sum.
         dtype: of the weights.
+        num_valid: `[1]` int32 on the device: rows from there on are padding, and go to no expert; unset: none is.
 
     Returns:
         `[T, K]` weights, largest first, and `[T, K]` int64 expert ids; the lower id comes first among equals.
@@ -63,9 +70,11 @@ def choose_experts(
             logits_TE,
             weights_TK,
             ids_TK,
+            num_valid,
             NUM_EXPERTS=num_experts,
             TOP_K=top_k,
             NORMALISED=is_normalised,
+            NO_EXPERT=INVALID_EXPERT_ID,
             BLOCK=triton.next_power_of_2(num_experts),
             SLOTS=triton.next_power_of_2(top_k),
             num_warps=1,  # each choice waits for the one before it: between warps that takes longer

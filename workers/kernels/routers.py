@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ...dispatch.moe import MoeExchange
+
 logger = logging.getLogger(__name__)
 
 _TRIED_ROWS = 64
@@ -26,12 +28,14 @@ class FusedRouter(nn.Module):
         top_k: experts a token.
         is_normalised: divide the chosen weights by their sum.
         weights_dtype: of the weights.
+        num_valid: see `MoeExchange.num_valid`; `None`: padding is routed like any row.
     """
 
     weight: nn.Parameter
     top_k: int
     is_normalised: bool
     weights_dtype: torch.dtype
+    num_valid: torch.Tensor | None
 
     @classmethod
     def like(cls, router: nn.Module, is_normalised: bool, dtype: torch.dtype) -> "FusedRouter":
@@ -52,10 +56,27 @@ class FusedRouter(nn.Module):
         from .choose_experts import choose_experts
 
         logits_TE = functional.linear(hidden_states.reshape(-1, self.weight.shape[1]), self.weight)
-        return logits_TE, *choose_experts(logits_TE, self.top_k, self.is_normalised, self.weights_dtype)
+        return logits_TE, *choose_experts(logits_TE, self.top_k, self.is_normalised, self.weights_dtype, self.num_valid)
 
     def _take(self, top_k: int, is_normalised: bool, dtype: torch.dtype) -> None:
-        self.top_k, self.is_normalised, self.weights_dtype = top_k, is_normalised, dtype
+        self.top_k, self.is_normalised, self.weights_dtype, self.num_valid = top_k, is_normalised, dtype, None
+
+
+def mask_padding_in_routers(model: nn.Module, exchange: MoeExchange, device: torch.device) -> bool:
+    """Have routers send padding to no expert, if all of them are fused; else layers do, in a kernel of their own.
+
+    Args:
+        model: its routers fused where they can be.
+        exchange: that its experts are bound to.
+        device: of the model.
+    """
+    fused = [module for module in model.modules() if isinstance(module, FusedRouter)]
+    if not fused or len(fused) != len(exchange.bound):
+        return False
+    exchange.num_valid = torch.full((1,), torch.iinfo(torch.int32).max, dtype=torch.int32, device=device)
+    for router in fused:
+        router.num_valid = exchange.num_valid
+    return True
 
 
 @torch.inference_mode()

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 from ...dispatch.moe import MoeExchange
-from ..kernels.routers import fuse_routers
+from ..kernels.routers import fuse_routers, mask_padding_in_routers
 from ..model.checkpoint import load_sharded_model
 from ..model.random_weights import make_random_model
 from ..rank_config import RankConfig, ReadFile
@@ -31,5 +31,7 @@ def read_weights(
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         logger.warning("the choice of experts stays many small kernels: Triton is not installed")
     elif device.type == "cuda":
-        logger.info("%d routers choose in one kernel", fuse_routers(model, getattr(torch, spec.dtype)))
+        num_fused = fuse_routers(model, getattr(torch, spec.dtype))
+        masked = ", which masks padding too" if mask_padding_in_routers(model, exchange, device) else ""
+        logger.info("%d routers choose in one kernel%s", num_fused, masked)
     return model, files

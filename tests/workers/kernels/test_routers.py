@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed; `make test-kernel
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels are interpreted with TRITON_INTERPRET=1: `make test-kernels`", allow_module_level=True)
 
+from expert_pool.dispatch.dispatchers.contract import INVALID_EXPERT_ID
 from expert_pool.workers.kernels.choose_experts import choose_experts
 from expert_pool.workers.kernels.routers import FusedRouter, fuse_routers
 
@@ -84,3 +85,15 @@ def test_a_router_of_another_kind_stays(random_models):
     expected = router(rows)
     assert fuse_routers(router, torch.float16) == 0
     assert all(map(torch.equal, router(rows), expected))
+
+
+def test_padding_is_routed_to_no_expert_where_routers_mask_it(random_models):
+    model = model_of(random_models["qwen3_moe"])
+    fuse_routers(model, torch.float16)
+    router, rows = model.model.layers[0].mlp.gate, torch.randn(5, model.config.hidden_size).half()
+    _, weights, ids = router(rows)
+    router.num_valid = torch.tensor([3], dtype=torch.int32)
+    _, masked_weights, masked_ids = router(rows)
+    assert torch.equal(masked_ids[:3], ids[:3])
+    assert torch.equal(masked_weights, weights)
+    assert (masked_ids[3:] == INVALID_EXPERT_ID).all()

@@ -24,15 +24,20 @@ class PoolStep(msgspec.Struct, frozen=True):
 Steps = Mapping[int, PoolStep]
 
 
-def floor_ms(spec: ModelSpec, ranks: int, count: int, new_tokens: int) -> float:
-    """Milliseconds to read what one rank's step of `count` requests has to read."""
+def weight_bytes(spec: ModelSpec, ranks: int, count: int) -> float:
+    """Bytes of weights that one rank's step of `count` requests reads: dense ones, and experts that are likely hit."""
     embedding = spec.vocab_size * spec.hidden_size * spec.dtype_bytes
     num_bytes = float(spec.dense_bytes - embedding)
     for layer in spec.moe:
         hit = layer.num_experts * (1 - (1 - layer.top_k / layer.num_experts) ** (ranks * count))
         num_bytes += hit / ranks * spec.expert_bytes / len(spec.moe) / layer.num_experts
-    num_bytes += count * (PROMPT_TOKENS + new_tokens / 2) * spec.kv_bytes_per_token
-    return 1e3 * num_bytes / BYTES_PER_S
+    return num_bytes
+
+
+def floor_ms(spec: ModelSpec, ranks: int, count: int, new_tokens: int) -> float:
+    """Milliseconds to read what one rank's step of `count` requests has to read."""
+    kv_bytes = count * (PROMPT_TOKENS + new_tokens / 2) * spec.kv_bytes_per_token
+    return 1e3 * (weight_bytes(spec, ranks, count) + kv_bytes) / BYTES_PER_S
 
 
 def show_steps(title: str, spec: ModelSpec, steps: Mapping[int, Steps], new_tokens: int) -> None:

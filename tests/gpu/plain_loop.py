@@ -167,20 +167,20 @@ def record_what_all_can(engine: RankEngine) -> None:
 
 def _measure(engine: RankEngine, count: int, new_tokens: int, profile: bool) -> Measured:
     """Collective over all ranks: the loop, then the same again with a profile, then the graph alone."""
-    kept = _KeptInputs(engine, new_tokens)
+    kept = KeptInputs(engine, new_tokens)
     times = StepTimes(engine)
-    _run_loop(engine, count, new_tokens)
+    run_loop(engine, count, new_tokens)
     seconds = times.stop()
     kept.stop()
     parts: dict[str, float] = {}
     if profile:
         host_profile = HostProfile(engine)
-        _run_loop(engine, count, new_tokens)
+        run_loop(engine, count, new_tokens)
         parts = host_profile.stop()
     return Measured(count, middle(seconds), _bare_ms(engine, kept), parts)
 
 
-def _run_loop(engine: RankEngine, count: int, new_tokens: int) -> None:
+def run_loop(engine: RankEngine, count: int, new_tokens: int) -> None:
     """All requests arrive at the first iteration; the loop ends when every rank is idle."""
     sampling = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
     own = prompts(count, engine.config.spec.vocab_size, seed=engine.rank)
@@ -193,7 +193,7 @@ def _run_loop(engine: RankEngine, count: int, new_tokens: int) -> None:
     assert lengths == {new_tokens}, lengths
 
 
-class _KeptInputs:
+class KeptInputs:
     """Keeps the inputs of several decode steps of a generation, as their graph took them.
 
     Args:
@@ -228,7 +228,7 @@ def _copies(tensors: Any) -> dict[str, torch.Tensor]:
 
 
 @torch.inference_mode()
-def _bare_ms(engine: RankEngine, kept: _KeptInputs) -> float:
+def _bare_ms(engine: RankEngine, kept: KeptInputs) -> float:
     """Milliseconds of a replay: on GPUs by events around all replays of one step's inputs."""
     runner, times = engine.graphs.runners["decode"], []
     for entry, values, on_host in kept.steps:
@@ -239,11 +239,11 @@ def _bare_ms(engine: RankEngine, kept: _KeptInputs) -> float:
         if engine.device.type == "cuda":
             torch.cuda.synchronize()
         dist.barrier(group=engine.joined.host_group)
-        times.append(_replays_ms(graph, engine.device))
+        times.append(replays_ms(graph, engine.device))
     return statistics.median(times)
 
 
-def _replays_ms(graph: Any, device: torch.device) -> float:
+def replays_ms(graph: Any, device: torch.device) -> float:
     if device.type == "cpu":
         started = time.perf_counter()
         for _ in range(REPLAYS):

@@ -9,6 +9,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -84,7 +85,7 @@ def fastest(candidates: Sequence[GemmTile], launch: Callable[[GemmTile], None]) 
     times: dict[GemmTile, float] = {}
     for tile in candidates:
         try:
-            times[tile] = _milliseconds(tile, launch)
+            times[tile] = milliseconds([partial(launch, tile)])
         except Exception as error:
             logger.warning("tile %s left out: %s: %s", tile, type(error).__name__, error)
     if not times:
@@ -92,14 +93,17 @@ def fastest(candidates: Sequence[GemmTile], launch: Callable[[GemmTile], None]) 
     return min(times, key=lambda tile: times[tile])
 
 
-def _milliseconds(tile: GemmTile, launch: Callable[[GemmTile], None]) -> float:
-    """Time of a launch inside a CUDA graph, where the host's part of it does not count."""
-    launch(tile)
+def milliseconds(launches: Sequence[Callable[[], None]]) -> float:
+    """Time of one of these launches inside a CUDA graph of all, where the host's part of it does not count."""
+    for launch in launches:
+        launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(_LAUNCHES):
-            launch(tile)
+        for _ in range(-(-_LAUNCHES // len(launches))):
+            for launch in launches:
+                launch()
+    num_launches = -(-_LAUNCHES // len(launches)) * len(launches)
     graph.replay()
     best = float("inf")
     for _ in range(_REPLAYS):
@@ -108,7 +112,7 @@ def _milliseconds(tile: GemmTile, launch: Callable[[GemmTile], None]) -> float:
         graph.replay()
         end.record()
         end.synchronize()
-        best = min(best, start.elapsed_time(end) / _LAUNCHES)
+        best = min(best, start.elapsed_time(end) / num_launches)
     return best
 
 

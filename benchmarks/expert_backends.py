@@ -22,7 +22,7 @@ from expert_pool.dispatch.budgets.layout import Layout
 from expert_pool.dispatch.budgets.moe_shape import MoeShape
 from expert_pool.dispatch.dispatchers.contract import Dispatched
 from expert_pool.dispatch.experts.expert_weights import DOWN, GATE_UP, PLAIN, ExpertWeights
-from expert_pool.dispatch.experts.pair_budget import pair_budget
+from expert_pool.dispatch.experts.pairs.pair_budget import pair_budget
 from expert_pool.dispatch.moe_layer import MoeLayer
 
 BYTES_A_SECOND = 4.3e12
@@ -171,11 +171,11 @@ def main(
 
 def show_candidates(backend: Any, num_rows: int) -> None:
     with torch.inference_mode(False):
-        chosen, times = backend.measured(next(iter(backend._layers.values())), num_rows)
+        times, around = backend.measured(next(iter(backend._layers.values())), num_rows)
     for launch, found in times.items():
         for tile, took in sorted(found.items(), key=lambda one: one[1]):
-            taken = " taken" if tile in chosen else ""
-            click.echo(f"  {num_rows} rows, {launch}: {tile} {1e3 * took:.1f} us{taken}")
+            click.echo(f"  {num_rows} rows, {launch}: {tile} {1e3 * took:.1f} us")
+    click.echo(f"  {num_rows} rows, sort and sum: {1e3 * around:.1f} us")
 
 
 def _row(name: str, cells: list[str]) -> str:

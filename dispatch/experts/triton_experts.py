@@ -9,246 +9,93 @@ Triton is imported with this module: only a rank that uses it imports it.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
-import torch
-
-from ..budgets.moe_shape import MoeShape
-from ..dispatchers.contract import Dispatched
-from ..errors import ConfigError, GeometryError
 from ..moe_layer import MoeLayer
-from ..probe import HostGroup
-from .expert_weights import DOWN, GATE_UP
-from .pair_budget import PairBudget
-from .pair_buffers import PairBuffers, PairViews
-from .quack_tuning import TileTable, agree_on, milliseconds, tuned_rows
-from .routing_kernels import sort_pairs, weighted_sum
-from .triton_gemm import TritonTile, down_by_row, gate_up_by_slot, sorted_gemm
-from .triton_tuning import by_slot_tiles, sorted_tiles
+from .pairs.tile_table import fastest, milliseconds, timed
+from .pairs.triton_gemm import TritonTile, down_by_row, gate_up_by_slot, sorted_gemm
+from .pairs.triton_tuning import TUNED_ROWS, by_slot_tiles, num_routings, sorted_tiles
+from .pairs.tuned_experts import Adopted, Routed, TunedExperts
+from .triton_way import refuse_experts
 
-_ROUTINGS = 8
-FEW_ROWS = (1, 4, 8)
-
-
-@dataclass(frozen=True)
-class _Adopted:
-    """What is kept for a layer: its weights, the model's own tensors, and what its shape's tiles are kept by."""
-
-    shape: MoeShape
-    num_local: int
-    key: str
-    gate_up_EFH: torch.Tensor
-    down_EHI: torch.Tensor
+Times = dict[str, dict[TritonTile, float]]
+"""Milliseconds of each launch with each of its candidates."""
+GATE_UP_BY_SLOT, DOWN_BY_ROW = "gate_up by slot", "down by row"
+GATE_UP_SORTED, DOWN_SORTED, AROUND = "gate_up sorted", "down sorted", "sort and sum"
 
 
-@dataclass(frozen=True)
-class Routed:
-    """Rows with their experts, and the buffers that their pairs go through."""
-
-    x_RH: torch.Tensor
-    ids_RK: torch.Tensor
-    weights_RK: torch.Tensor
-    first_expert: int
-    views: PairViews
-    y_RH: torch.Tensor
-
-
-class TritonExperts:
-    """Keeps the contract of `dispatch.experts.backend` in bf16 and fp16.
-
-    Args:
-        budget: sizes of the buffers, equal on every rank.
-        device: this rank's GPU.
-    """
+class TritonExperts(TunedExperts[TritonTile]):
+    """Keeps the contract of `dispatch.experts.backend` in bf16 and fp16, from compute capability 8.0 on."""
 
     name = "Triton grouped GEMM pair"
+    tile = TritonTile
+    tuned_rows = TUNED_ROWS
 
-    def __init__(self, budget: PairBudget, device: torch.device):
-        self._device = device
-        self._buffers = PairBuffers(budget, device)
-        self._layers: dict[int, _Adopted] = {}
-        self._tables: dict[str, TileTable] = {}
-        self._compiled: set[tuple[str, int, int]] = set()
-        self.tuning = ""
+    def _refuse(self, layer: MoeLayer) -> None:
+        refuse_experts(layer)
 
-    @property
-    def num_bytes(self) -> int:
-        return self._buffers.num_bytes
+    def _compute(self, layer: Adopted, routed: Routed, tiles: tuple[TritonTile, TritonTile]) -> None:
+        is_sorted = tiles[0].rows > 0
+        if is_sorted:
+            self._sort(layer, routed)
+        self._gate_up(layer, routed, tiles[0])
+        self._down(layer, routed, tiles[1])
+        if is_sorted:
+            self._sum(layer, routed)
 
-    def adopt(self, layer: MoeLayer) -> None:
-        gate_up_EFH, down_EHI = layer.weights.tensor(GATE_UP), layer.weights.tensor(DOWN)
-        self._layers[layer.index] = _Adopted(layer.shape, layer.num_local, layer.shape.text, gate_up_EFH, down_EHI)
-
-    def prepare(self, group: HostGroup | None) -> None:
-        for key, layer in {layer.key: layer for layer in self._layers.values()}.items():
-            if key in self._tables:
-                continue
-            self._tables[key] = agree_on(group, partial(self._tune, layer))
-            for num_rows in self._tables[key].num_rows:
-                self._launch(layer, self._random(layer, num_rows, 0), self._tables[key].tiles_for(num_rows))
-        torch.cuda.synchronize(self._device)
-        self.tuning = "; ".join(f"{key}: {table}" for key, table in self._tables.items())
-
-    def run(self, layer: MoeLayer, dispatched: Dispatched) -> torch.Tensor:
-        """See `ExpertBackend.run`."""
-        adopted = self._layers[layer.index]
-        x_RH = dispatched.x_RH
-        y_RH = dispatched.combine_input_RH
-        y_RH = torch.empty_like(x_RH, memory_format=torch.contiguous_format) if y_RH is None else y_RH
-        num_rows = x_RH.shape[0]
-        if num_rows == 0:
-            return y_RH
-        self._check(adopted, num_rows, x_RH.stride(0))
-        views = self._buffers.views(adopted.shape, num_rows)
-        routed = Routed(
-            x_RH, dispatched.expert_ids_RK, dispatched.expert_weights_RK, dispatched.first_expert, views, y_RH
-        )
-        self._launch(adopted, routed, self._tables[adopted.key].tiles_for(num_rows))
-        return y_RH
-
-    def _check(self, layer: _Adopted, num_rows: int, row_stride: int) -> None:
-        if num_rows > self._buffers.budget.num_rows:
-            raise GeometryError(
-                f"{num_rows} rows reached the experts, whose buffers were made for {self._buffers.budget.num_rows}: "
-                "raise limits.max_dispatch_tokens_per_rank"
-            )
-        seen = (layer.key, num_rows, row_stride)
-        if seen in self._compiled:
-            return
-        if torch.cuda.is_current_stream_capturing():
-            raise GeometryError(
-                f"a step with {num_rows} rows at the experts is recorded before it was run once: its kernels would be "
-                "compiled inside the recording"
-            )
-        self._compiled.add(seen)
-
-    def _launch(self, layer: _Adopted, routed: Routed, tiles: tuple[TritonTile, TritonTile]) -> None:
-        gate_up, down = tiles
-        if not gate_up.rows:
-            self._gate_up(layer, routed, gate_up)
-            self._down(layer, routed, down)
-            return
-        self._sort(layer, routed)
-        self._gate_up(layer, routed, gate_up)
-        self._down(layer, routed, down)
-        self._sum(layer, routed)
-
-    def _sort(self, layer: _Adopted, routed: Routed) -> None:
-        views = routed.views
-        sort_pairs(
-            routed.ids_RK,
-            routed.first_expert,
-            layer.num_local,
-            views.offsets,
-            views.source_row_P,
-            views.position_RK,
-        )
-
-    def _gate_up(self, layer: _Adopted, routed: Routed, tile: TritonTile) -> None:
-        views = routed.views
+    def _gate_up(self, layer: Adopted, routed: Routed, tile: TritonTile) -> None:
+        x_RH, gate_up_EFH, views = routed.x_RH, layer.gate_up_EFH, routed.views
         if tile.rows:
-            sorted_gemm(routed.x_RH, layer.gate_up_EFH, views.offsets, views.source_row_P, views.hidden_PI, tile)
+            sorted_gemm(x_RH, gate_up_EFH, views.offsets, views.source_row_P, views.hidden_PI, tile)
         else:
-            gate_up_by_slot(routed.x_RH, layer.gate_up_EFH, routed.ids_RK, routed.first_expert, views.hidden_PI, tile)
+            gate_up_by_slot(x_RH, gate_up_EFH, routed.ids_RK, routed.first_expert, views.hidden_PI, tile)
 
-    def _down(self, layer: _Adopted, routed: Routed, tile: TritonTile) -> None:
-        views = routed.views
+    def _down(self, layer: Adopted, routed: Routed, tile: TritonTile) -> None:
+        hidden_PI, down_EHI, views = routed.views.hidden_PI, layer.down_EHI, routed.views
         if tile.rows:
-            sorted_gemm(views.hidden_PI, layer.down_EHI, views.offsets, None, views.output_PH, tile)
+            sorted_gemm(hidden_PI, down_EHI, views.offsets, None, views.output_PH, tile)
         else:
-            down_by_row(
-                views.hidden_PI,
-                layer.down_EHI,
-                routed.ids_RK,
-                routed.weights_RK,
-                routed.first_expert,
-                routed.y_RH,
-                tile,
-            )
+            ids_RK, weights_RK = routed.ids_RK, routed.weights_RK
+            down_by_row(hidden_PI, down_EHI, ids_RK, weights_RK, routed.first_expert, routed.y_RH, tile)
 
-    def _sum(self, layer: _Adopted, routed: Routed) -> None:
-        views = routed.views
-        weighted_sum(
-            views.output_PH,
-            routed.ids_RK,
-            routed.weights_RK,
-            views.position_RK,
-            routed.first_expert,
-            layer.num_local,
-            routed.y_RH,
-        )
+    def _tune(self, layer: Adopted, num_rows: int) -> tuple[TritonTile, TritonTile]:
+        times, around = self.measured(layer, num_rows)
+        sums = {
+            names: sum(min(times[name].values()) for name in names) + extra
+            for names, extra in (((GATE_UP_BY_SLOT, DOWN_BY_ROW), 0.0), ((GATE_UP_SORTED, DOWN_SORTED), around))
+            if all(times[name] for name in names)
+        }
+        names = min(sums, key=lambda names: sums[names], default=(GATE_UP_SORTED, DOWN_SORTED))
+        first, second = (fastest(times[name], "experts='triton'") for name in names)
+        return first, second
 
-    def _tune(self, layer: _Adopted) -> TileTable:
-        rows = tuple(
-            sorted(
-                {rows for rows in FEW_ROWS if rows < self._buffers.budget.num_rows}
-                | set(tuned_rows(self._buffers.budget.num_rows))
-            )
-        )
-        return TileTable(rows, tuple(self.measured(layer, num_rows)[0] for num_rows in rows))
-
-    def measured(
-        self, layer: _Adopted, num_rows: int
-    ) -> tuple[tuple[TritonTile, TritonTile], dict[str, dict[TritonTile, float]]]:
-        """Tiles that are fastest on rows routed at random, and milliseconds of every candidate.
+    def measured(self, layer: Adopted, num_rows: int) -> tuple[Times, float]:
+        """Milliseconds of every candidate on rows routed at random, and those of sort and sum.
 
         Each launch that is measured meets other rows, routed otherwise: few rows of the same experts again would find
-        their weights in the L2 cache, which in a step hold those of another layer.
+        their weights in the L2 cache, which in a step holds those of another layer.
         """
         shape = layer.shape
-        batches = [self._random(layer, num_rows, seed) for seed in range(_ROUTINGS if num_rows <= 64 else 2)]
-        slots = by_slot_tiles(num_rows * shape.top_k) if shape.top_k <= layer.num_local else ((), ())
-        over = sorted_tiles(num_rows * shape.top_k / shape.num_experts)
-        times: dict[str, dict[TritonTile, float]] = {}
-        times["gate_up by slot"] = self._times(slots[0], batches, partial(self._gate_up, layer))
-        times["down by row"] = self._times(slots[1], batches, partial(self._down, layer))
-        times["gate_up sorted"] = self._times(over[0], batches, partial(self._gate_up, layer))
-        times["down sorted"] = self._times(over[1], batches, partial(self._down, layer))
-        around = milliseconds([partial(self._around, layer, batch) for batch in batches])
-        found: list[tuple[float, tuple[TritonTile, TritonTile]]] = []
-        for gate_up, down, extra in (
-            ("gate_up by slot", "down by row", 0.0),
-            ("gate_up sorted", "down sorted", around),
-        ):
-            if times[gate_up] and times[down]:
-                first = min(times[gate_up], key=lambda tile: times[gate_up][tile])
-                second = min(times[down], key=lambda tile: times[down][tile])
-                found.append((times[gate_up][first] + times[down][second] + extra, (first, second)))
-        if not found:
-            raise ConfigError("experts='triton': no tile runs here: set experts to 'torch'")
-        return min(found, key=lambda one: one[0])[1], times
+        batches = [self._random_rows(layer, num_rows, seed) for seed in range(num_routings(num_rows))]
+        # A slot's result stands at the slot, so the buffers have to hold every slot.
+        fits = shape.top_k <= layer.num_local
+        by_slot = by_slot_tiles(num_rows * shape.top_k if fits else None)
+        by_pair = sorted_tiles(num_rows * shape.top_k / shape.num_experts)
+        gate_up, down = partial(self._gate_up, layer), partial(self._down, layer)
+        times = {
+            GATE_UP_BY_SLOT: _timed(by_slot[0], batches, gate_up),
+            DOWN_BY_ROW: _timed(by_slot[1], batches, down),
+            GATE_UP_SORTED: _timed(by_pair[0], batches, gate_up),
+            DOWN_SORTED: _timed(by_pair[1], batches, down),
+        }
+        return times, milliseconds([partial(self._sort_and_sum, layer, batch) for batch in batches])
 
-    def _around(self, layer: _Adopted, routed: Routed) -> None:
+    def _sort_and_sum(self, layer: Adopted, routed: Routed) -> None:
         self._sort(layer, routed)
         self._sum(layer, routed)
 
-    def _times(
-        self, tiles: Sequence[TritonTile], batches: Sequence[Routed], launch: Callable[[Routed, TritonTile], None]
-    ) -> dict[TritonTile, float]:
-        times = {}
-        for tile in tiles:
-            try:
-                times[tile] = milliseconds([partial(launch, batch, tile) for batch in batches])
-            except Exception as error:
-                print("tile left out", tile, type(error).__name__, str(error)[:200])
-        return times
 
-    def _random(self, layer: _Adopted, num_rows: int, seed: int) -> Routed:
-        """Rows with sorted pairs, as many here as a rank gets of evenly routed ones; with a routing of their own."""
-        shape, device = layer.shape, self._device
-        generator = torch.Generator(device).manual_seed(num_rows + 100_000 * seed)
-        scores = torch.rand(num_rows, shape.num_experts, generator=generator, device=device)
-        weights_RK, ids_RK = scores.topk(shape.top_k, dim=1)
-        x_RH = torch.randn(num_rows, shape.hidden_size, generator=generator, device=device).to(layer.gate_up_EFH.dtype)
-        shared = self._buffers.views(shape, num_rows)
-        views = PairViews(
-            torch.zeros_like(shared.offsets),
-            torch.zeros_like(shared.source_row_P),
-            torch.zeros_like(shared.position_RK),
-            shared.hidden_PI,
-            shared.output_PH,
-        )
-        routed = Routed(x_RH, ids_RK.to(torch.int32), weights_RK, 0, views, torch.empty_like(x_RH))
-        self._sort(layer, routed)
-        return routed
+def _timed(
+    tiles: Sequence[TritonTile], batches: Sequence[Routed], launch: Callable[[Routed, TritonTile], None]
+) -> dict[TritonTile, float]:
+    return timed(tiles, lambda tile: [partial(launch, batch, tile) for batch in batches])

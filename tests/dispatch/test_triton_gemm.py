@@ -10,17 +10,17 @@ pytest.importorskip("triton", reason="Triton is not installed; `make test-kernel
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels are interpreted with TRITON_INTERPRET=1: `make test-kernels`", allow_module_level=True)
 
-from expert_pool.dispatch.experts.routing_kernels import sort_pairs, weighted_sum
-from expert_pool.dispatch.experts.triton_gemm import TritonTile, down_by_row, gate_up_by_slot, sorted_gemm
+from expert_pool.dispatch.experts.pairs.routing_kernels import sort_pairs, weighted_sum
+from expert_pool.dispatch.experts.pairs.triton_gemm import TritonTile, down_by_row, gate_up_by_slot, sorted_gemm
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 48, 40, 6, 3
+# Blocks that divide the sizes and blocks that do not, and more than one of an expert's pairs.
 SORTED = (
     TritonTile(16, 16, 16, 4, 2),
-    TritonTile(16, 32, 32, 4, 2, weights_first=True),
-    TritonTile(16, 64, 64, 4, 2),
-    TritonTile(32, 32, 16, 4, 2, weights_first=True),
+    TritonTile(16, 64, 64, 4, 2, weights_first=True),
+    TritonTile(32, 32, 32, 4, 2),
 )
-BY_SLOT = (TritonTile(0, 4, 32, 4, 1), TritonTile(0, 16, 16, 4, 1))
+BY_SLOT = (TritonTile(0, 16, 64, 4, 1), TritonTile(0, 32, 16, 4, 1))
 GARBAGE = torch.tensor([2**31 - 1, -(2**31), -1], dtype=torch.int32)
 
 
@@ -54,9 +54,9 @@ def over_sorted_pairs(x_RH, ids_RK, weights_RK, first, gate_up_EFH, down_EHI, ti
     num_pairs = ids_RK.shape[0] * min(ids_RK.shape[1], num_local)
     offsets = torch.zeros(num_local + 1, dtype=torch.int32)
     source_row, position = torch.zeros(num_pairs, dtype=torch.int32), torch.zeros(ids_RK.shape, dtype=torch.int32)
-    hidden_PI = torch.full((num_pairs, INTERMEDIATE), float("nan"))
-    output_PH = torch.full((num_pairs, HIDDEN), float("nan"))
-    y_RH = torch.full(x_RH.shape, float("nan"))
+    hidden_PI = torch.full((num_pairs, INTERMEDIATE), float("nan"), dtype=x_RH.dtype)
+    output_PH = torch.full((num_pairs, HIDDEN), float("nan"), dtype=x_RH.dtype)
+    y_RH = torch.full_like(x_RH, float("nan"))
     sort_pairs(ids_RK, first, num_local, offsets, source_row, position)
     sorted_gemm(x_RH, gate_up_EFH, offsets, source_row, hidden_PI, tile)
     sorted_gemm(hidden_PI, down_EHI, offsets, None, output_PH, tile)
@@ -68,8 +68,8 @@ def over_sorted_pairs(x_RH, ids_RK, weights_RK, first, gate_up_EFH, down_EHI, ti
 
 
 def by_slot(x_RH, ids_RK, weights_RK, first, gate_up_EFH, down_EHI, tile):
-    hidden_SI = torch.full((ids_RK.numel(), INTERMEDIATE), float("nan"))
-    y_RH = torch.full(x_RH.shape, float("nan"))
+    hidden_SI = torch.full((ids_RK.numel(), INTERMEDIATE), float("nan"), dtype=x_RH.dtype)
+    y_RH = torch.full_like(x_RH, float("nan"))
     gate_up_by_slot(x_RH, gate_up_EFH, ids_RK, first, hidden_SI, tile)
     down_by_row(hidden_SI, down_EHI, ids_RK, weights_RK, first, y_RH, tile)
     return y_RH
@@ -80,12 +80,22 @@ each_way = pytest.mark.parametrize(("way", "tile"), WAYS, ids=lambda value: geta
 
 
 @each_way
-@pytest.mark.parametrize("num_rows", [1, 7, 33])
-def test_rows_are_computed_by_their_experts(way, tile, num_rows):
-    x_RH, ids_RK, weights_RK = rows(num_rows)
-    for first, num_local in ((0, EXPERTS), (2, 4), (5, 1)):
-        given = x_RH, ids_RK, weights_RK, first, *weights(num_local)
-        torch.testing.assert_close(way(*given, tile), reference(*given), rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize(("num_rows", "first", "num_local"), [(1, 0, EXPERTS), (7, 2, 4), (33, 0, EXPERTS), (5, 5, 1)])
+def test_rows_are_computed_by_their_experts(way, tile, num_rows, first, num_local):
+    given = (*rows(num_rows), first, *weights(num_local))
+    torch.testing.assert_close(way(*given, tile), reference(*given), rtol=1e-4, atol=1e-5)
+
+
+@each_way
+def test_half_precision_is_multiplied_into_float32_and_rounded_once_a_result(way, tile):
+    """In float16: the interpreter's `tl.dot` takes bfloat16 for integers."""
+    x_RH, ids_RK, weights_RK = rows(4)
+    gate_up_EFH, down_EHI = (one.half() for one in weights(EXPERTS))
+    x_RH = x_RH.half()
+    y_RH = way(x_RH, ids_RK, weights_RK, 0, gate_up_EFH, down_EHI, tile)
+    expected = reference(x_RH.float(), ids_RK, weights_RK, 0, gate_up_EFH.float(), down_EHI.float())
+    assert y_RH.dtype == torch.float16
+    assert (y_RH.float() - expected).norm() / expected.norm() < 2e-3
 
 
 @each_way

@@ -87,10 +87,7 @@ def _sorted_gemm(  # type: ignore[no-untyped-def]
 
     pair = start + tl.arange(0, BLOCK_M)
     is_pair = pair < end
-    if GATHERED:
-        row = tl.load(source_row_ptr + pair, mask=is_pair, other=0).to(tl.int64)
-    else:
-        row = pair.to(tl.int64)
+    row = tl.load(source_row_ptr + pair, mask=is_pair, other=0).to(tl.int64) if GATHERED else pair.to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     inside = column < COLUMNS
     # Columns beyond the last read the last one's weights: a mask would cost in every load.
@@ -109,10 +106,7 @@ def _sorted_gemm(  # type: ignore[no-untyped-def]
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for begin in range(0, DEPTH, BLOCK_K):
-        if WEIGHTS_FIRST:
-            x_mask = is_pair[None, :]
-        else:
-            x_mask = is_pair[:, None]
+        x_mask = is_pair[None, :] if WEIGHTS_FIRST else is_pair[:, None]
         if DEPTH % BLOCK_K == 0:
             x = tl.load(x_at + begin, mask=x_mask, other=0.0)
             w = tl.load(w_at + begin)
@@ -124,10 +118,7 @@ def _sorted_gemm(  # type: ignore[no-untyped-def]
             else:
                 x = tl.load(x_at + begin, mask=x_mask & is_k[None, :], other=0.0)
                 w = tl.load(w_at + begin, mask=is_k[:, None], other=0.0)
-        if WEIGHTS_FIRST:
-            total = tl.dot(w, x, total)
-        else:
-            total = tl.dot(x, w, total)
+        total = tl.dot(w, x, total) if WEIGHTS_FIRST else tl.dot(x, w, total)
         if GATED:
             if DEPTH % BLOCK_K == 0:
                 v = tl.load(w_at + up_offset + begin)
@@ -135,10 +126,7 @@ def _sorted_gemm(  # type: ignore[no-untyped-def]
                 v = tl.load(w_at + up_offset + begin, mask=(begin + k < DEPTH)[None, :], other=0.0)
             else:
                 v = tl.load(w_at + up_offset + begin, mask=(begin + k < DEPTH)[:, None], other=0.0)
-            if WEIGHTS_FIRST:
-                up = tl.dot(v, x, up)
-            else:
-                up = tl.dot(x, v, up)
+            up = tl.dot(v, x, up) if WEIGHTS_FIRST else tl.dot(x, v, up)
     if GATED:
         total = total * tl.sigmoid(total) * up
     result = total.to(out_ptr.dtype.element_ty)
@@ -239,7 +227,7 @@ def sorted_gemm(
     out_PN: torch.Tensor,
     tile: TritonTile,
 ) -> None:
-    """`out[p] = x[p] @ weights[e].T` for the sorted pairs `p` of each expert `e`; gated where weights are twice as wide.
+    """`out[p] = x[p] @ weights[e].T` for the sorted pairs `p` of each expert `e`; or gated, by twice as many weights.
 
     Args:
         x: `[R, K]` rows of any stride, read at `source_row_P`; or `[P, K]`, read at the pair itself where that is None.

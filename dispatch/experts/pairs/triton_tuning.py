@@ -8,7 +8,10 @@ from collections.abc import Sequence
 
 from .triton_gemm import TritonTile
 
+TUNED_ROWS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096, 16384)
 _MOST_SLOTS = 128
+# Rows whose experts' weights might fit into an L2 cache, and routings that do not together.
+_CACHED_ROWS, _ROUTINGS = 16, 8
 _FEW_PAIRS, _SOME_PAIRS = 12, 48
 
 _GATE_UP_BY_SLOT = (
@@ -63,9 +66,18 @@ _DOWN_COMPUTING = (
 )
 
 
-def by_slot_tiles(num_slots: int) -> tuple[Sequence[TritonTile], Sequence[TritonTile]]:
-    """Candidates for both launches without a sort; none where slots are so many that they share experts."""
-    return (_GATE_UP_BY_SLOT, _DOWN_BY_ROW) if num_slots <= _MOST_SLOTS else ((), ())
+def num_routings(num_rows: int) -> int:
+    """Batches of rows, each routed otherwise, that a candidate is measured on."""
+    return _ROUTINGS if num_rows <= _CACHED_ROWS else 1
+
+
+def by_slot_tiles(num_slots: int | None) -> tuple[Sequence[TritonTile], Sequence[TritonTile]]:
+    """Candidates for both launches without a sort; none where slots are so many that they share experts.
+
+    Args:
+        num_slots: of all rows; `None` where the buffers do not hold as many.
+    """
+    return ((), ()) if num_slots is None or num_slots > _MOST_SLOTS else (_GATE_UP_BY_SLOT, _DOWN_BY_ROW)
 
 
 def sorted_tiles(pairs_an_expert: float) -> tuple[Sequence[TritonTile], Sequence[TritonTile]]:

@@ -14,7 +14,16 @@ from ..dispatch.errors import ConfigError
 from ..dispatch.paths.capacity import dispatch_capacity
 from ..dispatch.paths.problems import path_problems
 from ..dispatch.paths.tuning import Tuning
-from ..dispatch.registry import AUTO, LOCAL, PLAIN_EXPERTS, experts_of, load_plugins, refuse_unknown_names, way_kinds
+from ..dispatch.registry import (
+    AUTO,
+    LOCAL,
+    MEASURED,
+    PLAIN_EXPERTS,
+    experts_of,
+    load_plugins,
+    refuse_unknown_names,
+    way_kinds,
+)
 from ..workers.config import (
     MAX_SECONDS,
     CacheConfig,
@@ -219,7 +228,7 @@ def resolve_unchecked(config: PoolConfig, spec: ModelSpec, environment: Mapping[
     refuse_unknown_names(config.dispatch, config.experts)
     layout = config.layout
     limits = with_environment(config.limits, environment)
-    dispatch = resolve_dispatch(config.dispatch, layout, config.worker.device)
+    dispatch = resolve_dispatch(config)
     experts = PLAIN_EXPERTS if config.experts == AUTO else config.experts
     block_size = config.cache.block_size
     blocks_of_one_context = -(-spec.context_length // block_size)
@@ -305,15 +314,20 @@ def with_environment(limits: Limits, environment: Mapping[str, str]) -> Limits:
     return msgspec.structs.replace(limits, max_dispatch_tokens_per_rank=capacity)
 
 
-def resolve_dispatch(wanted: str, layout: Layout, device: DeviceName) -> str:
-    """The dispatcher a pool uses: none for one rank; `auto` is the all-gather on CPUs, and what measures best on GPUs.
+def resolve_dispatch(config: PoolConfig) -> str:
+    """The dispatcher a pool uses; `auto` is the all-gather on CPUs, and what measures best on GPUs.
+
+    One rank has nothing to exchange. It measures experts where `measured` is named, or `auto` stands for that and no
+    experts are named; quantised experts are behind an exchange alone.
 
     Raises:
         ConfigError: a dispatcher that the device does not have.
     """
-    if layout.world_size == 1:
-        return LOCAL
+    wanted, device = config.dispatch, config.worker.device
     available = way_kinds(device)
+    if config.layout.world_size == 1:
+        is_open = wanted == AUTO and config.experts == AUTO and available[0] == MEASURED
+        return MEASURED if config.quantisation == "none" and (wanted == MEASURED or is_open) else LOCAL
     if wanted == AUTO:
         return available[0]
     if wanted not in available:

@@ -42,6 +42,16 @@ def import_problem(module: str) -> str | None:
     return None
 
 
+def capability_problem(device: torch.device, least: tuple[int, int]) -> str | None:
+    """Whether this GPU's compute capability is below the least that a kernel takes."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) >= least:
+        return None
+    return f"its GPU has compute capability {major}.{minor}, the kernel needs {least[0]}.{least[1]} or more"
+
+
 def hopper_problem(device: torch.device) -> str | None:
     import torch
 

@@ -25,6 +25,7 @@ BUILT_IN = (
     "paths.measured:MeasuredPath",
     "experts.torch_experts:TorchExperts",
     "experts.cutedsl:CuteDslWay",
+    "experts.triton_way:TritonWay",
     "experts.nvfp4:Nvfp4Way",
 )
 """Ways of the house, each by its module in `dispatch` and its class; names are listed in this order."""

@@ -124,9 +124,11 @@ class DispatcherWay(Way):
 
     Attributes:
         is_plain: whether it is one that others are held to.
+        exchanges: whether rows travel; what does not is for a pool of one rank.
     """
 
     is_plain: ClassVar[bool] = False
+    exchanges: ClassVar[bool] = True
 
     @classmethod
     def refusal(cls, parts: RankParts, host_of_first: str) -> str | None:

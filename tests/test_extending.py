@@ -356,7 +356,7 @@ def test_paths_are_measured_over_them_too(tiny_moe):
     rows = TableRow(rows=1024, path="relay+looped")
     config = config_of(tiny_moe, dispatch="measured", experts="auto", tuning=Tuning(table=(rows,)))
     assert validate(config).tuning.table == (rows,)
-    names = candidate_paths(Tuning(), "cpu", "torch", "none", capacity=16)
+    names = candidate_paths(Tuning(), "cpu", "torch", "none", capacity=16, world_size=2)
     ways = [(dispatch, experts) for dispatch in ("allgather", "alltoall", "relay") for experts in ("torch", "looped")]
     assert {(name.dispatch, name.experts) for name in names} == set(ways)
 

@@ -24,6 +24,7 @@ class LocalDispatcher(DispatcherWay):
     has_own_capacity = False
     is_chosen = False
     is_plain = True
+    exchanges = False
     num_bytes = 0
 
     @classmethod

@@ -60,13 +60,34 @@ def unsupported_layer(layers: Sequence[MoeLayer], refuse: Callable[[MoeLayer], N
     return None
 
 
-def refuse_unsupported(layer: MoeLayer, setting: str, instead: str) -> None:
-    """Refuse a layer that a kernel for gated SiLU experts on plain bf16 weights does not compute, with the reason.
+def gated_silu_problems(settings: PathSettings, kind: str, dtypes: Sequence[str]) -> list[str]:
+    """What of a model experts behind a dispatcher cannot compute that are for gated SiLU on plain weights.
+
+    Args:
+        settings: everything resolved.
+        kind: of the experts.
+        dtypes: that they compute in.
+    """
+    spec, setting = settings.spec, f"experts={kind!r}"
+    problems: list[str] = []
+    if spec.dtype not in dtypes:
+        computes = " or ".join(dtypes)
+        to = "it" if len(dtypes) == 1 else "one of them"
+        problems.append(f"{setting} computes in {computes}, the pool's dtype is {spec.dtype}: set dtype to {to}")
+    for reasons in dict.fromkeys(layer.unsupported_traits for layer in spec.moe if layer.unsupported_traits):
+        why = " and ".join(reasons)
+        problems.append(f"{setting} cannot run {spec.model_type}'s experts: {why}; set experts to 'torch'")
+    return problems
+
+
+def refuse_unsupported(layer: MoeLayer, setting: str, instead: str, dtypes: Sequence[str] = ("bfloat16",)) -> None:
+    """Refuse a layer that a kernel for gated SiLU experts on plain weights does not compute, with the reason.
 
     Args:
         layer: with its weights.
         setting: what asks for the kernel.
         instead: what to set it to.
+        dtypes: of weights that it reads.
 
     Raises:
         ConfigError: another format or dtype, or one of its shape's `unsupported_traits`.
@@ -76,7 +97,7 @@ def refuse_unsupported(layer: MoeLayer, setting: str, instead: str) -> None:
     weights, reasons = layer.weights, list(layer.shape.unsupported_traits)
     if not reasons and weights.format != PLAIN:
         reasons.append(f"their weights are stored as {weights.format}")
-    if not reasons and weights.dtype != torch.bfloat16:
-        reasons.append("they are not in bfloat16")
+    if not reasons and weights.dtype not in [getattr(torch, dtype) for dtype in dtypes]:
+        reasons.append(f"they are not in {' or '.join(dtypes)}")
     if reasons:
         raise ConfigError(f"{setting} cannot run {layer.name}: {' and '.join(reasons)}; use {instead}")

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from ..budgets.budget import (
     Bound,
-    exchange_rows,
     largest_forward,
     needed_rows,
     own_capacity,
@@ -20,12 +19,12 @@ from ..budgets.budget import (
 from ..budgets.capacity import raise_to, settings_to_lower
 from ..budgets.layout import Layout
 from ..budgets.limits import Limits
-from ..budgets.path_settings import PathSettings, rows_of
+from ..budgets.path_settings import PathSettings
 from ..budgets.planned_buffer import PlannedBuffer
 from ..gpu_problems import hopper_problem, import_problem
 from ..way import DispatcherWay, ExpertsWay, RankParts, places
-from .checks import refuse_unsupported, unsupported_layer
-from .pair_budget import CUTEDSL_SIZE_ALIGNMENT, PairBudget, pair_budget
+from .checks import gated_silu_problems, refuse_unsupported, unsupported_layer
+from .pairs.pair_budget import CUTEDSL_SIZE_ALIGNMENT, pair_budget_for, planned_pairs
 
 if TYPE_CHECKING:
     from ..moe_layer import MoeLayer
@@ -41,7 +40,7 @@ class CuteDslWay(ExpertsWay):
 
     @classmethod
     def is_candidate_behind(cls, dispatcher: type[DispatcherWay]) -> bool:
-        return dispatcher.has_own_capacity
+        return dispatcher.has_own_capacity or not dispatcher.exchanges
 
     @classmethod
     def least_capacity(cls, limits: Limits, layout: Layout) -> Bound | None:
@@ -74,15 +73,7 @@ class CuteDslWay(ExpertsWay):
 
     @classmethod
     def planned(cls, settings: PathSettings) -> list[PlannedBuffer]:
-        """Every row that can reach a rank, with every expert that it can have there."""
-        budget = pair_budget_for(settings)
-        made_of = f"{rows_of(settings)}, with every expert that a row can have there"
-        sizes = (
-            ("routing", budget.routing_bytes),
-            ("hidden", budget.hidden_bytes),
-            ("outputs", budget.output_bytes),
-        )
-        return [PlannedBuffer(f"experts: {name}", budget.num_pairs, num, made_of) for name, num in sizes]
+        return planned_pairs(settings)
 
     @classmethod
     def refusal(cls, parts: RankParts, layers: Sequence[MoeLayer]) -> str | None:
@@ -102,18 +93,13 @@ class CuteDslWay(ExpertsWay):
 
 def cutedsl_problems(settings: PathSettings) -> tuple[str, ...]:
     """What of a model these experts cannot compute; the GPU itself is looked at by its rank."""
-    spec, instead = settings.spec, "set experts to 'torch'"
-    problems: list[str] = []
-    if spec.dtype != "bfloat16":
-        problems.append(f"experts='cutedsl' computes in bfloat16, the pool's dtype is {spec.dtype}: set dtype to it")
-    for reasons in dict.fromkeys(layer.unsupported_traits for layer in spec.moe if layer.unsupported_traits):
-        problems.append(f"experts='cutedsl' cannot run {spec.model_type}'s experts: {' and '.join(reasons)}; {instead}")
+    spec, problems = settings.spec, gated_silu_problems(settings, CuteDslWay.kind, ("bfloat16",))
     sizes = dict.fromkeys(size for layer in spec.moe for size in (layer.hidden_size, layer.intermediate_size))
     uneven = [size for size in sizes if size % CUTEDSL_SIZE_ALIGNMENT]
     if uneven and not problems:
         problems.append(
             f"experts='cutedsl' needs hidden and intermediate sizes that are multiples of {CUTEDSL_SIZE_ALIGNMENT}, "
-            f"{spec.model_type} has {', '.join(map(str, uneven))}: {instead}"
+            f"{spec.model_type} has {', '.join(map(str, uneven))}: set experts to 'torch'"
         )
     return tuple(problems)
 
@@ -121,9 +107,3 @@ def cutedsl_problems(settings: PathSettings) -> tuple[str, ...]:
 def refuse_experts(layer: MoeLayer) -> None:
     """Refuse a layer that the pair does not compute, with the reason; see `refuse_unsupported`."""
     refuse_unsupported(layer, "experts='cutedsl'", "experts='torch'")
-
-
-def pair_budget_for(settings: PathSettings) -> PairBudget:
-    """Buffers of each rank."""
-    rows = exchange_rows(settings.layout, settings.capacity)
-    return pair_budget(rows, settings.spec.moe, settings.layout.world_size)

@@ -132,7 +132,8 @@ class PathMaker:
             self._dispatchers.pop(kind).close()
         for kind in [kind for kind in self._experts if kind not in {name.experts for name in names}]:
             del self._experts[kind]
-        for kind in fused_kinds(self.device.type):
+        exchanges = self.parts.settings.layout.world_size > 1
+        for kind in fused_kinds(self.device.type) if exchanges else ():
             kept = {name.capacity for name in names if name.capacity is not None and name.dispatch == kind}
             self.shared(kind).keep_only(kept, group)
 

@@ -12,10 +12,10 @@ from ..budgets.limits import Limits
 from ..budgets.path_settings import PathSettings
 from ..budgets.planned_buffer import PlannedBuffer
 from ..expert_path import ExpertPath, HeldAlike
-from ..registry import MEASURED, way_kinds, way_of
+from ..registry import LOCAL, MEASURED, experts_of, way_kinds, way_of
 from ..way import ExpertsWay, Way, places
 from .problems import problems_of, refused_in_quantisation
-from .table import PathName, PathTable, table_problems
+from .table import PathName, PathTable, candidate_paths, table_problems
 
 if TYPE_CHECKING:
     import torch
@@ -43,8 +43,14 @@ class MeasuredPath(Way):
 
     @classmethod
     def capacity_bound(cls, limits: Limits, layout: Layout, experts: type[ExpertsWay]) -> Bound:
-        """Exactly what is needed, since a capacity costs speed."""
+        """Exactly what is needed, since a capacity costs speed; one rank alone has nothing with a capacity."""
+        if layout.world_size == 1:
+            return way_of(LOCAL).capacity_bound(limits, layout, experts)
         return own_capacity(limits, layout, experts.least_capacity(limits, layout), default=0)
+
+    @classmethod
+    def budget_problems(cls, limits: Limits, layout: Layout, experts: type[ExpertsWay]) -> list[str]:
+        return [] if layout.world_size == 1 else super().budget_problems(limits, layout, experts)
 
     @classmethod
     def problems(cls, settings: PathSettings, setting: str) -> list[str]:
@@ -57,7 +63,8 @@ class MeasuredPath(Way):
             return problems
         shapes = [shape.text for shape in settings.spec.moe]
         device = settings.worker.device
-        problems += table_problems(table, device, settings.quantisation, settings.capacity, shapes)
+        world_size = settings.layout.world_size
+        problems += table_problems(table, device, settings.quantisation, settings.capacity, shapes, world_size)
         if problems:  # names that are not known, say
             return problems
         for path in PathTable(table).names:
@@ -66,12 +73,15 @@ class MeasuredPath(Way):
 
     @classmethod
     def planned(cls, settings: PathSettings) -> list[PlannedBuffer]:
-        bound = settings.tuning.max_bytes
-        return [PlannedBuffer("dispatch: measured paths", None, bound, "at most, by tuning.max_bytes")]
+        bound, made_of = settings.tuning.max_bytes, "at most, by tuning.max_bytes"
+        if settings.layout.world_size == 1 and (known := _experts_bytes(settings)) <= bound:
+            bound, made_of = known, "at most, all experts to choose from"
+        return [PlannedBuffer("dispatch: measured paths", None, bound, made_of)]
 
     @classmethod
     def kernel_modules(cls, settings: PathSettings) -> list[tuple[str, Any]]:
-        ways = [way_of(kind) for kind in way_kinds(settings.worker.device) if kind != MEASURED]
+        kinds = way_kinds(settings.worker.device) if settings.layout.world_size > 1 else (LOCAL,)
+        ways = [way_of(kind) for kind in kinds if kind != MEASURED]
         return [module for way in ways for module in way.kernel_modules(settings)]
 
     def __init__(
@@ -113,3 +123,17 @@ class MeasuredPath(Way):
     ) -> torch.Tensor:
         member = self.members[self.member_for(layer, geometry)]
         return member.run(layer, x_TH, expert_ids_TK, expert_weights_TK, geometry)
+
+
+def _experts_bytes(settings: PathSettings) -> int:
+    """Of all experts that one rank measures: it has no other buffers for them."""
+    names = candidate_paths(
+        settings.tuning,
+        settings.worker.device,
+        settings.experts,
+        settings.quantisation,
+        settings.capacity,
+        settings.layout.world_size,
+    )
+    planned = [buffer for name in names for buffer in experts_of(name.experts).planned(settings)]
+    return sum(buffer.num_bytes for buffer in planned)

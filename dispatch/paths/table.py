@@ -14,6 +14,7 @@ from ..budgets.limits import Limits, QuantisationKind
 from ..budgets.step_kinds import graph_tokens
 from ..errors import ConfigError, GeometryError
 from ..registry import (
+    LOCAL,
     PLAIN_EXPERTS,
     dispatcher_kinds,
     dispatcher_of,
@@ -116,10 +117,10 @@ class PathTable:
         return self._paths[key][index]
 
 
-def available_paths(device: str, quantisation: QuantisationKind) -> tuple[PathName, ...]:
-    """The paths that a device has beside fused kernels, fastest first as far as one can know."""
+def available_paths(device: str, quantisation: QuantisationKind, world_size: int) -> tuple[PathName, ...]:
+    """The paths that so many ranks have beside fused kernels, fastest first as far as one can know."""
     found = []
-    for dispatch in dispatcher_kinds(device):
+    for dispatch in dispatcher_kinds(device) if world_size > 1 else (LOCAL,):
         for experts in experts_kinds(device):
             way = experts_of(experts)
             if quantisation in way.computes and way.is_candidate_behind(dispatcher_of(dispatch)):
@@ -127,13 +128,14 @@ def available_paths(device: str, quantisation: QuantisationKind) -> tuple[PathNa
     return tuple(found)
 
 
-def available_fused(device: str, quantisation: QuantisationKind) -> tuple[str, ...]:
-    """The fused ways that a device has."""
-    return tuple(kind for kind in fused_kinds(device) if quantisation in fused_of(kind).computes)
+def available_fused(device: str, quantisation: QuantisationKind, world_size: int) -> tuple[str, ...]:
+    """The fused ways that so many ranks have: those exchange, so one rank has none."""
+    kinds = fused_kinds(device) if world_size > 1 else ()
+    return tuple(kind for kind in kinds if quantisation in fused_of(kind).computes)
 
 
 def candidate_paths(
-    tuning: Tuning, device: str, experts: str, quantisation: QuantisationKind, capacity: int
+    tuning: Tuning, device: str, experts: str, quantisation: QuantisationKind, capacity: int, world_size: int
 ) -> tuple[PathName, ...]:
     """The paths to choose from; with a pinned table, those it names.
 
@@ -143,13 +145,14 @@ def candidate_paths(
         experts: resolved; any but PyTorch's leave nothing else.
         quantisation: in which experts are computed; what does not compute in it is no candidate.
         capacity: the most rows one rank brings to a step.
+        world_size: ranks of the pool; one has its experts to choose from, and nothing to exchange.
     """
     if tuning.table is not None:
         return tuple(PathName.parse(name) for name in PathTable(tuning.table).names)
-    separate = available_paths(device, quantisation)
+    separate = available_paths(device, quantisation, world_size)
     if experts != PLAIN_EXPERTS and quantisation == "none":
         return tuple(name for name in separate if name.experts == experts)
-    fused = available_fused(device, quantisation)
+    fused = available_fused(device, quantisation, world_size)
     return (
         *separate,
         *(PathName.fused(kind, rows) for kind in fused for rows in fused_of(kind).candidates(tuning, capacity)),
@@ -157,7 +160,12 @@ def candidate_paths(
 
 
 def table_problems(
-    rows: Sequence[TableRow], device: str, quantisation: QuantisationKind, capacity: int, shapes: Sequence[str]
+    rows: Sequence[TableRow],
+    device: str,
+    quantisation: QuantisationKind,
+    capacity: int,
+    shapes: Sequence[str],
+    world_size: int,
 ) -> tuple[str, ...]:
     """What is wrong with a table that was not measured here, each with its value and what would be right.
 
@@ -167,9 +175,11 @@ def table_problems(
         quantisation: in which experts are computed.
         capacity: the most rows a rank that a step has.
         shapes: of the model's MoE layers, as `MoeShape.text` writes them.
+        world_size: ranks of the pool.
     """
     problems: list[str] = []
-    known, fused = available_paths(device, quantisation), available_fused(device, quantisation)
+    known = available_paths(device, quantisation, world_size)
+    fused = available_fused(device, quantisation, world_size)
     for row in rows:
         try:
             name = PathName.parse(row.path)
@@ -180,7 +190,7 @@ def table_problems(
             names = [*map(str, known), *(f"{kind}@CAPACITY" for kind in fused)]
             problems.append(
                 f"tuning.table: path {row.path!r} does not exist on worker.device={device!r} with "
-                f"quantisation={quantisation!r}: use one of {', '.join(names) or 'none'}"
+                f"ranks={world_size} and quantisation={quantisation!r}: use one of {', '.join(names) or 'none'}"
             )
         elif name.capacity is not None and name.capacity < row.rows:
             problems.append(

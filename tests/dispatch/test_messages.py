@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 from expert_pool.cluster import PoolConfig
-from expert_pool.dispatch.experts.quack_tuning import TileTable
+from expert_pool.dispatch.experts.pairs.quack_gemm import GemmTile
+from expert_pool.dispatch.experts.pairs.tile_table import TileTable
 from expert_pool.dispatch.messages import gather_messages, gather_values
 from expert_pool.workers.engine import RankEngine
 from plain_ranks import ForkedRanks
@@ -21,17 +22,19 @@ def rank_set(random_models) -> Iterator[ForkedRanks]:
         yield started
 
 
-def shown(engine: RankEngine) -> tuple[list[str], list[TileTable | str], list[bytes]]:
-    table = msgspec.convert(TABLE, TileTable)
+def shown(engine: RankEngine) -> tuple[list[str], list[TileTable[GemmTile] | str], list[bytes]]:
+    table = msgspec.convert(TABLE, TileTable[GemmTile])
     return (
         gather_values(OWN[engine.rank], str, engine.joined.host_group),
-        gather_values("no tile runs" if engine.rank == 1 else table, TileTable | str, engine.joined.host_group),
+        gather_values(
+            "no tile runs" if engine.rank == 1 else table, TileTable[GemmTile] | str, engine.joined.host_group
+        ),
         gather_messages(b"", engine.joined.host_group),
     )
 
 
 def test_every_rank_sees_what_each_brings_in_rank_order(rank_set):
-    table = msgspec.convert(TABLE, TileTable)
+    table = msgspec.convert(TABLE, TileTable[GemmTile])
     assert rank_set.call(shown) == [(list(OWN), [table, "no tile runs"], [b"", b""])] * 2
 
 

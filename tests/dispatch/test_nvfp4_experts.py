@@ -75,7 +75,7 @@ def test_the_last_rank_sends_them_to_the_first():
 
 
 def test_the_only_path_in_nvfp4_is_the_all_to_all():
-    assert list(map(str, candidate_paths(Tuning(), "cuda", "torch", "nvfp4", 512))) == ["flashinfer+nvfp4"]
+    assert list(map(str, candidate_paths(Tuning(), "cuda", "torch", "nvfp4", 512, 2))) == ["flashinfer+nvfp4"]
 
 
 def test_aligned_gated_experts_pass_and_others_are_refused(tiny_moe, random_models):

@@ -117,15 +117,15 @@ def test_where_no_path_reaches_every_step_no_bound_is_given_as_a_way_out():
 
 
 def test_candidates_on_gpus_are_kernels_of_several_capacities():
-    names = candidate_paths(Tuning(), "cuda", "torch", "none", 512)
+    names = candidate_paths(Tuning(), "cuda", "torch", "none", 512, 2)
     assert list(map(str, names[-4:])) == ["mega@8", "mega@64", "mega@256", "mega@512"]
     assert {"flashinfer+cutedsl", "allgather+torch"} <= set(map(str, names))
-    fp8 = candidate_paths(Tuning(mega_capacities=(16, 9999)), "cuda", "torch", "fp8", 512)
+    fp8 = candidate_paths(Tuning(mega_capacities=(16, 9999)), "cuda", "torch", "fp8", 512, 2)
     assert list(map(str, fp8)) == ["mega@16", "mega@512"]
 
 
 def test_experts_that_the_user_names_leave_no_others():
-    assert list(map(str, candidate_paths(Tuning(), "cuda", "cutedsl", "none", 512))) == ["flashinfer+cutedsl"]
+    assert list(map(str, candidate_paths(Tuning(), "cuda", "cutedsl", "none", 512, 2))) == ["flashinfer+cutedsl"]
 
 
 def test_every_graph_and_the_capacity_are_measured():

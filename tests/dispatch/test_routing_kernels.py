@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed; `make test-kernel
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels are interpreted with TRITON_INTERPRET=1: `make test-kernels`", allow_module_level=True)
 
-from expert_pool.dispatch.experts.routing_kernels import sort_pairs, weighted_sum
+from expert_pool.dispatch.experts.pairs.routing_kernels import sort_pairs, weighted_sum
 
 CANARY = -77
 

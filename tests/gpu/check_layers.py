@@ -28,6 +28,7 @@ PATH_NAMES = (
     "flashinfer+torch",
     "flashinfer-mixed+torch",
     "flashinfer+cutedsl",
+    "flashinfer+triton",
     "mega",
     "mega-fp8",
     "mega-fp8-blockwise",
@@ -197,7 +198,7 @@ def run_world(processes: list[Any], go: Any, deadline: float) -> list[str]:
 
 def default_paths(options: dict[str, Any]) -> tuple[str, ...]:
     if options["single"]:
-        return "local+torch", "local+cutedsl"
+        return "local+torch", "local+cutedsl", "local+triton"
     on_gpu = options["device"] == "cuda"
     numerics = PATH_NAMES if on_gpu else CPU_PATH_NAMES
     bench = ("auto", "bare", "transformers") if on_gpu else ("auto",)

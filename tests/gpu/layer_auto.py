@@ -57,7 +57,12 @@ class KeepingChoice(PathSelection):
     def measure_all(self, layer: MoeLayer, maker: PathMaker) -> Auto:
         config = self._config
         names = candidate_paths(
-            config.tuning, config.worker.device, config.experts, config.quantisation, config.capacity
+            config.tuning,
+            config.worker.device,
+            config.experts,
+            config.quantisation,
+            config.capacity,
+            config.layout.world_size,
         )
         self._probe(names, [layer])
         left = [name for name in names if str(name) not in self._dropped]

@@ -123,7 +123,7 @@ def transformers_us(layer: Layer, tokens: int) -> float:
 @torch.inference_mode()
 def stage_us(layer: Layer, built: Built, tokens: int) -> dict[str, float]:
     """Where the time of the CuTe DSL pair goes: each stage in a graph of its own, on what the stages before it left."""
-    from expert_pool.dispatch.experts.routing_kernels import sort_pairs, weighted_sum
+    from expert_pool.dispatch.experts.pairs.routing_kernels import sort_pairs, weighted_sum
 
     backend, dispatcher, num_local = built.path.experts, built.path.dispatcher, built.layer.num_local
     geometry = StepGeometry.captured(layer.world.layout, tokens, capacity=built.path.held.capacity)

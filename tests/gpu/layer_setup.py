@@ -20,7 +20,7 @@ from expert_pool.dispatch.budgets.moe_shape import MoeShape
 from expert_pool.dispatch.collectives import Collectives
 from expert_pool.dispatch.dispatchers.contract import INVALID_EXPERT_ID
 from expert_pool.dispatch.experts.expert_weights import plain_weights, unsupported_traits
-from expert_pool.dispatch.experts.pair_budget import pair_budget
+from expert_pool.dispatch.experts.pairs.pair_budget import pair_budget
 from expert_pool.dispatch.experts.torch_experts import TorchExperts
 from expert_pool.dispatch.moe_layer import MoeLayer
 from expert_pool.dispatch.paths.mega import MegaPath
@@ -300,6 +300,11 @@ def dispatched(layer: Layer, dispatch: str, experts: str, capacity: int, others:
 
         rows = exchange_rows(world.layout, capacity)
         backend = QuackExperts(pair_budget(rows, [layer.local.shape], world.size), world.device)
+    if experts == "triton":
+        from expert_pool.dispatch.experts.triton_experts import TritonExperts
+
+        rows = exchange_rows(world.layout, capacity)
+        backend = TritonExperts(pair_budget(rows, [layer.local.shape], world.size), world.device)
     if dispatch == "flashinfer":
         from expert_pool.dispatch.dispatchers.flashinfer_alltoall import FlashInferDispatcher
 
@@ -374,14 +379,17 @@ def fp8_scales(layer: Layer) -> tuple[float, float]:
 PATHS: dict[str, Callable[[Layer, int], Built]] = {
     "local+torch": lambda layer, capacity: dispatched(layer, "local", "torch", capacity),
     "local+cutedsl": lambda layer, capacity: dispatched(layer, "local", "cutedsl", capacity),
+    "local+triton": lambda layer, capacity: dispatched(layer, "local", "triton", capacity),
     "alltoall+torch": lambda layer, capacity: dispatched(layer, "alltoall", "torch", capacity),
     "allgather+torch": lambda layer, capacity: dispatched(layer, "allgather", "torch", capacity),
     "allgather+cutedsl": lambda layer, capacity: dispatched(layer, "allgather", "cutedsl", capacity),
+    "allgather+triton": lambda layer, capacity: dispatched(layer, "allgather", "triton", capacity),
     "flashinfer+torch": lambda layer, capacity: dispatched(layer, "flashinfer", "torch", capacity),
     "flashinfer-mixed+torch": lambda layer, capacity: dispatched(
         layer, "flashinfer", "torch", capacity, (2 * layer.size.experts,)
     ),
     "flashinfer+cutedsl": lambda layer, capacity: dispatched(layer, "flashinfer", "cutedsl", capacity),
+    "flashinfer+triton": lambda layer, capacity: dispatched(layer, "flashinfer", "triton", capacity),
     "mega": lambda layer, capacity: mega(layer, "none", capacity),
     "mega-fp8": lambda layer, capacity: mega(layer, "fp8", capacity),
     "mega-fp8-coarse": lambda layer, capacity: mega(layer, "fp8", capacity, is_coarse=True),

@@ -364,7 +364,11 @@ def words_of(link: Any, name: str, count: int) -> list[int]:
 
 def grouped_gemms_of(backend: Any, layer: Any, x: torch.Tensor) -> tuple[Any, Any, Any]:
     """Of QuACK's experts: views for these rows, and both GEMMs of a layer as calls without arguments."""
+    from expert_pool.dispatch.experts.pairs.tuned_experts import Routed
+
     known = backend._layers[layer.index]
     views = backend._buffers.views(known.shape, x.shape[0])
     up, down = backend._tables[known.key].tiles_for(x.shape[0])
-    return views, lambda: backend._gate_up(known, x, views, up), lambda: backend._down(known, views, down)
+    none = torch.empty(0)  # the GEMMs read rows and views alone
+    routed = Routed(x, none, none, 0, views, none)
+    return views, lambda: backend._gate_up(known, routed, up), lambda: backend._down(known, routed, down)

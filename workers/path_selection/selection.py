@@ -134,7 +134,7 @@ class PathSelection:
         found = None if cache is None else cache.find(key)
         shapes = [layer.shape.text for layer in layers]
         if found is not None and not table_problems(
-            found, config.worker.device, config.quantisation, config.capacity, shapes
+            found, config.worker.device, config.quantisation, config.capacity, shapes, config.layout.world_size
         ):
             cached, source = PathTable(found), f"from tuning.cache={config.tuning.cache}"
             try:
@@ -282,8 +282,9 @@ class PathSelection:
         lines = [f"experts by table, {source}; paths hold {choice.num_bytes} bytes"]
         lines += [_readable(row) for row in choice.table.rows]
         lines += map(str, self._dropped.values())
-        if choice.table.names == ("allgather+torch",) and self._dropped:
-            lines.append("all ranks fall back to allgather+torch")
+        only = PathName.parse(choice.table.names[0]) if len(choice.table.names) == 1 else None
+        if only is not None and only.is_plain and self._dropped:
+            lines.append(f"all ranks fall back to {only}")
         if self._group.rank == 0:
             for dropped in self._dropped.values():
                 logger.warning("%s", dropped)
@@ -311,7 +312,8 @@ def named_paths(config: RankConfig) -> tuple[PathName, ...]:
     """The path that the configuration names, or those that it leaves to choose from; equal on every rank."""
     tuning, device, quantisation = config.tuning, config.worker.device, config.quantisation
     if config.dispatch == MEASURED:
-        return candidate_paths(tuning, device, config.experts, quantisation, config.capacity)
+        ranks = config.layout.world_size
+        return candidate_paths(tuning, device, config.experts, quantisation, config.capacity, ranks)
     if config.dispatch in fused_kinds():
         return (PathName.fused(config.dispatch, config.capacity),)
     experts = experts_for(config.experts, quantisation)

@@ -17,9 +17,9 @@ from expert_pool.dispatch.budgets.moe_shape import MoeShape
 from expert_pool.dispatch.budgets.path_settings import budget_for, row_formats
 from expert_pool.dispatch.budgets.step_kinds import kinds_of
 from expert_pool.dispatch.collectives import Collectives
-from expert_pool.dispatch.experts.cutedsl import cutedsl_problems, pair_budget_for
-from expert_pool.dispatch.experts.pair_budget import pair_budget
-from expert_pool.dispatch.experts.pair_buffers import PairBuffers
+from expert_pool.dispatch.experts.cutedsl import cutedsl_problems
+from expert_pool.dispatch.experts.pairs.pair_budget import pair_budget, pair_budget_for
+from expert_pool.dispatch.experts.pairs.pair_buffers import PairBuffers
 from expert_pool.dispatch.registry import dispatcher_of
 from expert_pool.dispatch.way import RankParts
 from expert_pool.graphs.static import StaticBuffers

@@ -14,8 +14,8 @@ from expert_pool.dispatch.dispatchers.alltoall import AllToAllDispatcher
 from expert_pool.dispatch.dispatchers.contract import Dispatched
 from expert_pool.dispatch.errors import ConfigError
 from expert_pool.dispatch.expert_path import ExpertPath
-from expert_pool.dispatch.experts.quack_gemm import GemmTile
-from expert_pool.dispatch.experts.quack_tuning import TileTable, agree_on
+from expert_pool.dispatch.experts.pairs.quack_gemm import GemmTile
+from expert_pool.dispatch.experts.pairs.tile_table import TileTable, agree_on
 from expert_pool.dispatch.experts.torch_experts import TorchExperts
 from expert_pool.dispatch.moe_layer import MoeLayer
 from expert_pool.dispatch.paths.maker import PathMaker
@@ -326,13 +326,13 @@ def failing_while_it_tunes(engine: RankEngine, faulty_rank: int) -> tuple[tuple[
     tile = GemmTile(64, 128, pingpong=True)
     tunings = itertools.count()
 
-    def tune() -> TileTable:
+    def tune() -> TileTable[GemmTile]:
         if next(tunings) == 0 and engine.rank == faulty_rank:
             raise RuntimeError("no tile runs")
         return TileTable((16,), ((tile, tile),))
 
     def prepare(experts: TorchExperts, group: HostGroup) -> None:
-        agree_on(group, tune)
+        agree_on(group, tune, GemmTile)
 
     with replaced(TorchExperts, "prepare", prepare):
         settled = choose_again(engine)

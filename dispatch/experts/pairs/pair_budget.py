@@ -1,4 +1,4 @@
-"""Bytes of the buffers around a grouped GEMM pair, known before any GPU is asked for; see `quack_experts`.
+"""Bytes of the buffers around a grouped GEMM pair, known before any GPU is asked for; see `tuned_experts`.
 
 A pair is a received row with one of its experts on this rank. The ids of a row are distinct, so a row makes at most
 `min(top_k, num_local)` pairs; every row making as many is what the buffers hold.
@@ -7,13 +7,16 @@ A pair is a received row with one of its experts on this rank. The ids of a row 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..budgets.moe_shape import MoeShape
+from ...budgets.budget import exchange_rows
+from ...budgets.moe_shape import MoeShape
+from ...budgets.path_settings import PathSettings, rows_of
+from ...budgets.planned_buffer import PlannedBuffer
 
 # Of hidden and intermediate sizes: QuACK loads 16 bytes at a time.
 CUTEDSL_SIZE_ALIGNMENT = 8
 
 _INT32_BYTES = 4
-_BF16_BYTES = 2
+_ROW_DTYPE_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,8 @@ class PairBudget:
         num_pairs: the most pairs of any layer.
         num_local: the most experts of any layer.
         num_slots: the most (row, k) slots of any layer.
-        hidden_elements: bf16 numbers between the GEMMs.
-        output_elements: bf16 numbers after them.
+        hidden_elements: numbers of 2 bytes between the GEMMs.
+        output_elements: numbers of 2 bytes after them.
     """
 
     ep_size: int
@@ -44,11 +47,11 @@ class PairBudget:
 
     @property
     def hidden_bytes(self) -> int:
-        return self.hidden_elements * _BF16_BYTES
+        return self.hidden_elements * _ROW_DTYPE_BYTES
 
     @property
     def output_bytes(self) -> int:
-        return self.output_elements * _BF16_BYTES
+        return self.output_elements * _ROW_DTYPE_BYTES
 
     @property
     def total_bytes(self) -> int:
@@ -73,3 +76,17 @@ def pair_budget(num_rows: int, shapes: Sequence[MoeShape], ep_size: int) -> Pair
         hidden_elements=max(num_pairs * shape.intermediate_size for shape, num_pairs in pairs),
         output_elements=max(num_pairs * shape.hidden_size for shape, num_pairs in pairs),
     )
+
+
+def pair_budget_for(settings: PathSettings) -> PairBudget:
+    """Buffers of each rank of a pool."""
+    rows = exchange_rows(settings.layout, settings.capacity)
+    return pair_budget(rows, settings.spec.moe, settings.layout.world_size)
+
+
+def planned_pairs(settings: PathSettings) -> list[PlannedBuffer]:
+    """Every row that can reach a rank, with every expert that it can have there."""
+    budget = pair_budget_for(settings)
+    made_of = f"{rows_of(settings)}, with every expert that a row can have there"
+    sizes = (("routing", budget.routing_bytes), ("hidden", budget.hidden_bytes), ("outputs", budget.output_bytes))
+    return [PlannedBuffer(f"experts: {name}", budget.num_pairs, num, made_of) for name, num in sizes]

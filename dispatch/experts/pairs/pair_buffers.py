@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..budgets.moe_shape import MoeShape
+from ...budgets.moe_shape import MoeShape
 from .pair_budget import PairBudget
 
 
@@ -16,8 +16,8 @@ class PairViews:
         offsets: `[E + 1]` int32, where each expert's pairs start.
         source_row_P: `[P]` int32, the row of each sorted pair.
         position_RK: `[R * K]` int32, where each slot's pair stands.
-        hidden_PI: `[P, I]` bf16, between the projections.
-        output_PH: `[P, H]` bf16, after them.
+        hidden_PI: `[P, I]`, between the projections.
+        output_PH: `[P, H]`, after them.
     """
 
     offsets: torch.Tensor
@@ -26,6 +26,16 @@ class PairViews:
     hidden_PI: torch.Tensor
     output_PH: torch.Tensor
 
+    def with_own_routing(self) -> "PairViews":
+        """The same with other memory for what a sort writes."""
+        return PairViews(
+            torch.zeros_like(self.offsets),
+            torch.zeros_like(self.source_row_P),
+            torch.zeros_like(self.position_RK),
+            self.hidden_PI,
+            self.output_PH,
+        )
+
 
 class PairBuffers:
     """Allocated once, outside inference mode, and shared by all layers, which run one after the other.
@@ -33,17 +43,18 @@ class PairBuffers:
     Args:
         budget: sizes, equal on every rank.
         device: where the rows live.
+        dtype: of what is between and after the projections, of 2 bytes.
     """
 
-    def __init__(self, budget: PairBudget, device: torch.device):
+    def __init__(self, budget: PairBudget, device: torch.device, dtype: torch.dtype = torch.bfloat16):
         self.budget = budget
         # Graphs write these in inference mode; a tensor made inside it could not be written outside.
         with torch.inference_mode(False):
             self._offsets = torch.zeros(budget.num_local + 1, dtype=torch.int32, device=device)
             self._source_row = torch.zeros(budget.num_pairs, dtype=torch.int32, device=device)
             self._position = torch.zeros(budget.num_slots, dtype=torch.int32, device=device)
-            self._hidden = torch.zeros(budget.hidden_elements, dtype=torch.bfloat16, device=device)
-            self._output = torch.zeros(budget.output_elements, dtype=torch.bfloat16, device=device)
+            self._hidden = torch.zeros(budget.hidden_elements, dtype=dtype, device=device)
+            self._output = torch.zeros(budget.output_elements, dtype=dtype, device=device)
 
     @property
     def num_bytes(self) -> int:

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-from ..errors import ConfigError
+from ...errors import ConfigError
 
 _KNOWN_VERSION = "0.6.5"
 

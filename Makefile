@@ -41,8 +41,8 @@ test-bad-input: install  ## every key of a model folder and a pool with every wr
 	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest -n 2 tests/cluster/planning/test_bad_input_everywhere.py
 
 test-matrix: install  ## every family, layout and dispatch against Transformers; the suite holds a seeded sample
-	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest tests/workers/test_token_equality.py tests/graphs/test_replay.py \
-		tests/graphs/test_draft_replay.py tests/workers/compiled/test_compiled_regions.py
+	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest tests/workers/test_token_equality.py tests/workers/test_mixed_steps.py \
+		tests/graphs/test_replay.py tests/graphs/test_draft_replay.py tests/workers/compiled/test_compiled_regions.py
 
 test-faults: install  ## every fault at capture and in a step, on 2 and 4 ranks; the suite holds a seeded sample
 	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest -m "not autoscaler" tests/graphs/test_capture_faults.py
@@ -50,7 +50,7 @@ test-faults: install  ## every fault at capture and in a step, on 2 and 4 ranks;
 test-environment: install  ## every variable that PyTorch reads for communication, on one of two ranks alone; the suite holds a sample
 	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest tests/workers/start/test_environment_differences.py
 
-test-kill-matrix: install  ## ten faults, five times each at random steps, into docs/kill-matrix.md; half an hour on 2 cores
+test-kill-matrix: install  ## eleven faults, five times each at random steps, into docs/kill-matrix.md; half an hour on 2 cores
 	rm -f $(KILL_ROWS)
 	EXPERT_POOL_FULL_MATRIX=1 EXPERT_POOL_KILL_ROWS=$(KILL_ROWS) $(BIN)/python -m pytest tests/cluster/ranks/test_kill_matrix.py \
 		tests/cluster/driver/test_killed_drivers.py tests/cluster/ranks/test_lost_nodes.py; \

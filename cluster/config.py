@@ -36,6 +36,7 @@ from ..workers.config import (
 from ..workers.model.spec import ModelSpec
 from ..workers.rank_config import RankConfig
 from ..workers.request import SamplingParams
+from ..workers.sizes.attention import records_prefill
 from ..workers.sizes.kv_blocks import bytes_per_token
 from .decoding import decode, read_mapping
 from .driver.recovery import RecoveryConfig
@@ -257,6 +258,9 @@ def resolve_unchecked(config: PoolConfig, spec: ModelSpec, environment: Mapping[
         start_timeout_s=config.placement.start_timeout_s,
         default_sampling=spec.generation.sampling if config.generation_config == "model" else SamplingParams(),
     )
+    if limits.mixed_steps is None:
+        settled = msgspec.structs.replace(limits, mixed_steps=records_prefill(resolved))
+        resolved = msgspec.structs.replace(resolved, limits=settled)
     if config.cache.num_tokens is None and utilization is None:
         affordable = config.cache.max_bytes // (bytes_per_token(resolved) * block_size)
         num_blocks = max(blocks_of_one_context, min(num_blocks, affordable))

@@ -250,7 +250,8 @@ def test_functions_of_the_decode_step_are_in_the_files_named_beside_them():
     "document", ["README.md", *(f"docs/{name}.md" for name in ("command-line", "configuration", "operations"))]
 )
 def test_options_in_a_document_are_options_of_the_command_line(document):
-    known = {option for command in (main, *main.commands.values()) for one in command.params for option in one.opts}
+    options = [one for command in (main, *main.commands.values()) for one in command.params]
+    known = {option for one in options for option in (*one.opts, *one.secondary_opts)}
     commands = re.findall(
         r"^(?:.* -- )?(expert-pool .*)|`(--[^`]*|expert-pool [^`]*)`", text_of(document), re.MULTILINE
     )

@@ -196,14 +196,15 @@ class RankStats(msgspec.Struct, frozen=True):
         waiting: requests not yet admitted, preempted ones included.
         steps: steps run, idle ones included.
         replayed_steps: of these, steps that replayed a graph.
-        decode_steps: steps in which this DP rank decoded.
+        decode_steps: steps in which this DP rank decoded and did nothing else.
+        mixed_steps: steps in which this DP rank decoded and prefilled.
         idle_steps: steps in which this DP rank ran a dummy token.
         preemptions: requests sent back to wait because KV blocks ran out.
         generated_tokens: tokens sampled.
         prompt_tokens: tokens prefilled, those that are prefilled again after a preemption included.
         free_kv_blocks: KV blocks not in use, of
         num_kv_blocks: that there are.
-        decode_seconds: time of the decode steps, of which
+        decode_seconds: time of those `decode_steps`, of which
         decode_model_seconds: was spent inside the model; 0 where steps overlap, as the host then sees only the launch.
         step_seconds: time of all steps, idle ones included, of which
         agree_seconds: was spent in the agreement.
@@ -217,6 +218,7 @@ class RankStats(msgspec.Struct, frozen=True):
     steps: int = 0
     replayed_steps: int = 0
     decode_steps: int = 0
+    mixed_steps: int = 0
     idle_steps: int = 0
     preemptions: int = 0
     generated_tokens: int = 0

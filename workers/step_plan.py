@@ -85,14 +85,16 @@ def choose_graph(
     """The one graph that all ranks replay, or why all run eagerly.
 
     It is looked up by the largest count of any rank, not by their sum: every rank, an idle one too, pads to its bucket.
-    A rank that decodes beside one that prefills replays a prefill graph too, with one token a request.
+    A rank that decodes beside one that prefills replays a prefill graph too, with one token a request; so do the rows
+    that decode in a mixed step.
 
     Args:
         kinds: what each DP rank wants to run; at least one is not idle.
         num_tokens_per_dp_rank: tokens of each, 0 when idle.
         graphs: the committed graphs, equal on every rank.
     """
-    step, largest = "prefill" if BatchKind.PREFILL in kinds else "decode", max(num_tokens_per_dp_rank)
+    step = "prefill" if any(kind.prefills for kind in kinds) else "decode"
+    largest = max(num_tokens_per_dp_rank)
     candidates = [entry for entry in graphs.entries if KINDS[entry.kind].serves == step]
     if not candidates:
         return None, EAGER_NO_GRAPHS

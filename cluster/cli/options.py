@@ -54,7 +54,8 @@ def _limit_option(field: msgspec.structs.FieldInfo) -> Callable[..., Any]:
     flag, help_text = "--" + field.name.replace("_", "-"), f"Sets limits.{field.name}."
     kinds = [kind for kind in get_args(field.type) or (field.type,) if kind is not type(None)]
     if kinds == [bool]:
-        return click.option(f"{flag}/{flag.replace('--disable', '--enable')}", default=None, help=help_text)
+        opposite = flag.replace("--disable", "--enable") if "disable" in flag else flag.replace("--", "--no-", 1)
+        return click.option(f"{flag}/{opposite}", default=None, help=help_text)
     if kinds == [int]:
         return click.option(flag, type=int, help=help_text)
     choices = [choice for kind in kinds for choice in (get_args(kind) or (kind,)) if isinstance(choice, str)]

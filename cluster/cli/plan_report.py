@@ -167,6 +167,11 @@ def print_plan(report: PlanReport, console: Console) -> None:
     for bound in report.bounds:
         _say(console, f"  {bound.name}: {bound.value:,} {bound.unit}, by {bound.term}")
     _print_graphs(report, console)
+    mixes = config.limits.mixes_steps
+    _say(
+        console,
+        f"one step of a batch {'may decode and prefill' if mixes else 'decodes or prefills'}, by limits.mixed_steps",
+    )
     if not way_of(config.dispatch).has_own_capacity and config.limits.max_dispatch_tokens_per_rank is not None:
         _say(console, f"{CAPACITY_SETTING} has no effect: dispatch {config.dispatch} is not an all-to-all")
     if report.gpu_memory is None and report.gpu_memory_given:

@@ -82,7 +82,8 @@ def _ranks(status: PoolStatus) -> Table:
 def _batches(status: PoolStatus) -> Table:
     table = Table(title="batches", title_justify="left")
     table.add_column("DP rank")
-    for column in ("running", "waiting", "KV use", "tokens", "prefilled", "steps", "replayed", "step", "agreement"):
+    columns = ("running", "waiting", "KV use", "tokens", "prefilled", "steps", "mixed", "replayed", "step", "agreement")
+    for column in columns:
         table.add_column(column, justify="right")
     for stats in status.stats:
         used = f"{1 - stats.free_kv_blocks / stats.num_kv_blocks:.0%}" if stats.num_kv_blocks else "-"
@@ -95,6 +96,7 @@ def _batches(status: PoolStatus) -> Table:
             f"{stats.generated_tokens:,}",
             f"{stats.prompt_tokens:,}",
             f"{stats.steps:,}",
+            f"{stats.mixed_steps / stats.steps:.0%}" if stats.steps else "-",
             f"{stats.replayed_steps / stats.steps:.0%}" if stats.steps else "-",
             f"{stats.step_seconds * per_step:.2f} ms",
             f"{stats.agree_seconds * per_step:.2f} ms",

@@ -34,8 +34,7 @@ _LOWEST = {
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds of one DP rank's step, the same on every rank.
 
-    A DP rank prefills or decodes in a step, never both. Fields hold what the user gave; the properties hold what
-    follows from it, `None` resolved.
+    Fields hold what the user gave; the properties hold what follows from it, `None` resolved.
 
     Attributes:
         chunked_prefill_size: tokens a DP rank prefills in one step, over all its requests together; 0 turns chunking
@@ -44,6 +43,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             case. Unset: `chunked_prefill_size`, or 2048 where chunking is off. 0 with chunking off: the pool never
             prefills, which only the role `decode` may do.
         max_running_requests: requests a DP rank decodes at once.
+        mixed_steps: whether one step of a DP rank holds rows that decode and chunks of prompts together, within what a
+            step prefills; else it prefills or decodes. Unset: where steps that prefill have graphs.
         cuda_graph_max_bs: the largest batch that has a graph. Unset: the largest of `cuda_graph_bs`, else
             `max_running_requests`, at most 160.
         cuda_graph_bs: batch sizes that have a graph, in any order. Unset: derived (`buckets.decode_buckets`).
@@ -65,6 +66,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunked_prefill_size: int = DEFAULT_PREFILL_TOKENS
     max_prefill_tokens: int | None = None
     max_running_requests: int = 128
+    mixed_steps: bool | None = None
     cuda_graph_max_bs: int | None = None
     cuda_graph_bs: tuple[int, ...] | None = None
     disable_cuda_graph: bool = False
@@ -144,6 +146,11 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.piecewise_cuda_graph_max_tokens is not None:
             return self.piecewise_cuda_graph_max_tokens
         return self.prefill_tokens_per_step
+
+    @property
+    def mixes_steps(self) -> bool:
+        """`mixed_steps`, or its default before it is known which graphs ranks record."""
+        return self.piecewise_tokens > 0 if self.mixed_steps is None else self.mixed_steps
 
     @property
     def max_requests_per_step(self) -> int:

@@ -100,15 +100,17 @@ def make_batch(engine: RankEngine, kind: str, count: int) -> ScheduledBatch:
     if kind == "piecewise":
         num_requests = min(MAX_REQUESTS, -(-count // 7))
         lengths = [count // num_requests + (index < count % num_requests) for index in range(num_requests)]
+        if count % 2:  # a mixed step: all but the last decode
+            lengths = [1] * (num_requests - 1) + [count - num_requests + 1]
     else:
+        num_requests = count
         lengths = [VERIFY_TOKENS if kind == "target_verify" else 1] * count
     allocator = allocator_of(engine)
     slices = []
     for index, length in enumerate(lengths):
-        # Contexts end within a block and at its edge; the first prefill starts at nothing.
-        cached = (0 if kind == "piecewise" and index == 0 else 3 + 13 * index) + engine.config.layout.dp_rank(
-            engine.rank
-        )
+        # Contexts end within a block and at its edge; the last prompt starts at nothing.
+        starts = kind == "piecewise" and index == num_requests - 1
+        cached = (0 if starts else 3 + 13 * index) + engine.config.layout.dp_rank(engine.rank)
         tokens = tuple((11 * index + 5 * position + count) % VOCAB_SIZE for position in range(cached + length))
         sequence = TokenSequence(Request(index, tokens, SamplingParams()), 512, None)
         sequence.num_computed = cached

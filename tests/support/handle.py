@@ -22,8 +22,9 @@ from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.executor import StepExecutor
 from expert_pool.workers.mailbox import Inbox
 from expert_pool.workers.model.target import TargetModel
-from expert_pool.workers.request import Completion
+from expert_pool.workers.request import Completion, RankStats
 from expert_pool.workers.scheduling.scheduler import Scheduler
+from expert_pool.workers.scheduling.sequence import TokenSequence
 
 
 @contextmanager
@@ -126,6 +127,20 @@ def scheduler_of(engine: RankEngine) -> Scheduler:
     return engine.loaded.loop._scheduler
 
 
+@contextmanager
+def noting_preemptions(engine: RankEngine) -> Iterator[list[bool]]:
+    """Of each request that gives way meanwhile, whether it was in the middle of its prompt."""
+    scheduler, noted = scheduler_of(engine), []
+    preempt = scheduler._preempt
+
+    def note(sequence: TokenSequence) -> None:
+        noted.append(sequence.is_prefilling and sequence.num_computed > 0)
+        preempt(sequence)
+
+    with replaced(scheduler, "_preempt", note):
+        yield noted
+
+
 def allocator_of(engine: RankEngine) -> BlockAllocator:
     return scheduler_of(engine)._allocator
 
@@ -153,6 +168,11 @@ def take_completions(engine: RankEngine) -> list[Completion]:
     taken = list(completions)
     completions.clear()
     return taken
+
+
+def stats_of(engine: RankEngine) -> RankStats:
+    """The counters that the rank reported last."""
+    return engine.outbox._stats
 
 
 def target_of(engine: RankEngine) -> TargetModel:

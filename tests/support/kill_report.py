@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROWS = "EXPERT_POOL_KILL_ROWS"
-NUM_CASES = 50
+NUM_CASES = 55
 _HEAD = """# Kill matrix
 
-Written by `make test-kill-matrix`: four CPU ranks of a small random Qwen3-MoE under load, ten faults, each five times
-at a random step that the seed gives. {verdict}
+Written by `make test-kill-matrix`: four CPU ranks of a small random Qwen3-MoE under load, eleven faults, each five
+times at a random step that the seed gives. {verdict}
 
 - **detected**: seconds from the fault until the pool's driver had reported the failure; for the driver, until its
   caller got the error; for the caller, until the first process of its pool had ended.

@@ -235,6 +235,11 @@ def kill_in_prefill(scene: Scene) -> None:
     scene.at_step("PREFILL", "dying", up_to=4)
 
 
+def kill_in_a_mixed_step(scene: Scene) -> None:
+    """While some batch decodes and prefills in one step."""
+    scene.at_step("MIXED", "dying", up_to=4)
+
+
 def kill_two_at_once(scene: Scene) -> None:
     scene.at_step("DECODE", "dying", ranks=2)
 
@@ -276,6 +281,7 @@ FAULTS: dict[str, tuple[Callable[[Scene], None], int]] = {
     "SIGKILL inside capture": (kill_in_the_capture_after, 2),
     "SIGKILL during prefill": (kill_in_prefill, 1),
     "SIGKILL during decode": (kill_in_decode, 1),
+    "SIGKILL during a mixed step": (kill_in_a_mixed_step, 1),
     "SIGSTOP during decode": (stall, 1),
     "an exception in a layer": (raise_in_a_layer, 1),
     "SIGKILL of two ranks at once": (kill_two_at_once, 1),

@@ -254,7 +254,7 @@ def ends_at_step(engine: RankEngine, kind: str, number: int, by: str, stamp: str
 
     Args:
         engine: of this rank.
-        kind: of the step, `PREFILL` or `DECODE`, as any DP rank runs it.
+        kind: of the step, `PREFILL`, `DECODE` or `MIXED`, as any DP rank runs it; a mixed one prefills too.
         number: which of the steps of this kind from now on, from 1.
         by: `raising`, `dying` or `stopping`.
         stamp: file that gets the time when it happens.
@@ -264,7 +264,7 @@ def ends_at_step(engine: RankEngine, kind: str, number: int, by: str, stamp: str
     steps, inside = [0], [False]
 
     def run_step(batch: Any, plan: Any) -> Any:
-        steps[0] += any(one.name == kind for one in plan.kinds)
+        steps[0] += any(one.name == kind or (kind == "PREFILL" and one.prefills) for one in plan.kinds)
         inside[0] = steps[0] == number
         return run(batch, plan)
 

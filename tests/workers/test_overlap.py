@@ -23,7 +23,7 @@ def said(key: int, position: int, ends_at: int) -> int:
     return EOS if position >= ends_at else (31 * key + 7 * position) % (VOCAB_SIZE - 1)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     sizes=st.lists(
         st.tuples(st.integers(1, 20), st.integers(1, 16), st.integers(0, 12), st.integers(0, 20)),
@@ -35,12 +35,15 @@ def said(key: int, position: int, ends_at: int) -> int:
     block_size=st.integers(1, 8),
     spare_blocks=st.integers(0, 4),
     aborted=st.sets(st.integers(0, 11), max_size=2),
+    mixed_steps=st.booleans(),
 )
-def test_requests_end_as_they_would_without_overlap(sizes, chunk, running, block_size, spare_blocks, aborted):
+def test_requests_end_as_they_would_without_overlap(
+    sizes, chunk, running, block_size, spare_blocks, aborted, mixed_steps
+):
     """Requests of any length, over a cache with little room, that end by length or by a token nobody foresees."""
     blocks = -(-max(prompt + new for prompt, new, _, _ in sizes) // block_size) + spare_blocks
     under_test = Scheduler(
-        Limits(chunked_prefill_size=chunk, max_running_requests=running),
+        Limits(chunked_prefill_size=chunk, max_running_requests=running, mixed_steps=mixed_steps),
         BlockAllocator(blocks + 1, block_size),
         context_length=512,
         vocab_size=VOCAB_SIZE,
@@ -61,7 +64,10 @@ def test_requests_end_as_they_would_without_overlap(sizes, chunk, running, block
         if number == 7:
             for key in aborted:
                 under_test.abort(key)
+        waiting, preempted = under_test.num_waiting, under_test.num_preemptions
         batch = under_test.schedule()
+        if preempted := under_test.num_preemptions - preempted:
+            assert under_test.num_waiting == waiting + preempted, "who gives way is not admitted in the same step"
         held = [block for piece in batch.slices for block in piece.sequence.blocks]
         assert len(held) == len(set(held)), "two requests hold the same block"
         for piece in batch.slices:

@@ -33,7 +33,8 @@ class PagedCache(Protocol):
         ...
 
     def read(self, layer: int, block_table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first `length` keys `[length, H, D]` and values of a request whose blocks are `block_table` (int64)."""
+        """A copy of the first `length` keys `[length, H, D]` and values of a request whose blocks are `block_table`
+        (int64)."""
         ...
 
 

@@ -5,7 +5,6 @@ attention layer ends up in `paged.attend(...)`: the batch knows how it lies in m
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,8 +13,11 @@ from transformers import AttentionInterface
 
 from ...dispatch.errors import CheckpointError
 from ...graphs.plan import CaptureEntry
+from ..model.spec import AttentionShape
 from ..scheduling.inputs import StepInputs
 from .backend import AttendingBatch, PagedCache
+from .row_groups import AttendingRows as AttendingRows
+from .row_groups import RowGroup, group_rows
 
 ATTENTION_NAME = "expert_pool_paged"
 # What models hand their attention that changes nothing here: dropout is for training, positions are in queries and keys
@@ -74,7 +76,7 @@ def layer_index(module: torch.nn.Module) -> int:
 
 
 class SdpaAttention:
-    """PyTorch's scaled-dot-product attention, a request at a time; for CPUs.
+    """PyTorch's scaled-dot-product attention; for CPUs.
 
     Lengths are read on the host, so its steps cannot be recorded in CUDA graphs; `GatheredAttention` is for those.
 
@@ -103,15 +105,6 @@ class SdpaAttention:
         return PagedBatch(self._cache, slots_T, attending)
 
 
-@dataclass(frozen=True)
-class AttendingRows:
-    """Consecutive rows of a batch that attend to one request: row `i` to all but the last `len(rows) - 1 - i` keys."""
-
-    rows: slice
-    kv_len: int
-    block_table: torch.Tensor
-
-
 def attending_requests(
     query_starts: torch.Tensor, query_lens: torch.Tensor, context_lens: torch.Tensor, block_tables: torch.Tensor
 ) -> list[AttendingRows]:
@@ -126,6 +119,8 @@ def attending_requests(
 
 class PagedBatch:
     """A packed batch of one step, and attention over it by PyTorch's scaled-dot-product kernels.
+
+    Requests with one row, as those that decode have, attend in groups of like length, others each by itself.
 
     Rows outside all requests are padding: they write to the padding block, attend to nothing and yield zero. So what
     the padding of a buffer holds, or the padding block, can reach no request.
@@ -146,9 +141,11 @@ class PagedBatch:
     ):
         self._cache = cache
         self._slots_T = slots_T
-        self._attending = attending
+        self._single = [one for one in attending if one.rows.stop - one.rows.start == 1]
+        self._long = [one for one in attending if one.rows.stop - one.rows.start > 1]
         self._cache_layer = cache_layer
         self._masks: dict[tuple[int, int, int | None], torch.Tensor | None] = {}
+        self._groups: dict[AttentionShape, list[RowGroup]] = {}
 
     def attend(
         self,
@@ -162,24 +159,39 @@ class PagedBatch:
     ) -> torch.Tensor:
         """`[1, Hq, T, D]`, `[1, Hkv, T, D]`, `[1, Hkv, T, Dv]` -> `[1, T, Hq, Dv]`; what is added is written first."""
         layer = layer_index(module) if self._cache_layer is None else self._cache_layer
-        sliding_window = self._cache.shapes[layer].sliding_window
+        shape = self._cache.shapes[layer]
         if self._slots_T is not None:
             self._cache.write(layer, self._slots_T, key[0].transpose(0, 1), value[0].transpose(0, 1))
         output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-        for part in self._attending:
+        for part in self._long:
             rows = part.rows
             keys, values = self._cache.read(layer, part.block_table, part.kv_len)
-            mask = self._mask(rows.stop - rows.start, part.kv_len, sliding_window, query.device)
-            output[:, rows] = _attend_one(query[:, :, rows], keys, values, scaling, mask, sinks)
+            mask = self._mask(rows.stop - rows.start, part.kv_len, shape.sliding_window, query.device)
+            output[:, rows] = _attend(query[:, :, rows], keys.unsqueeze(0), values.unsqueeze(0), scaling, mask, sinks)
+        for group in self._groups_of(shape, query):
+            rows_B = group.rows_B
+            keys, values = self._cache.read(layer, group.blocks, group.blocks.numel() * self._cache.block_size)
+            if group.unseen is not None:  # a masked NaN would still be one once multiplied
+                keys.index_fill_(0, group.unseen, 0.0)
+                values.index_fill_(0, group.unseen, 0.0)
+            keys, values = (tensor[group.seen].unflatten(0, (rows_B.numel(), -1)) for tensor in (keys, values))
+            rows_BH1D = query[0].index_select(1, rows_B).transpose(0, 1).unsqueeze(2)
+            output[0].index_copy_(0, rows_B, _attend(rows_BH1D, keys, values, scaling, group.mask_B1L, sinks)[:, 0])
         return output
+
+    def _groups_of(self, shape: AttentionShape, query: torch.Tensor) -> list[RowGroup]:
+        if shape not in self._groups:
+            self._groups[shape] = group_rows(self._single, shape, self._cache.block_size, query.itemsize)
+        return self._groups[shape]
 
     def _mask(
         self, query_len: int, kv_len: int, sliding_window: int | None, device: torch.device
     ) -> torch.Tensor | None:
-        """`[query_len, kv_len]` bool, true where a query sees a key; `None` where it sees all of them."""
+        """`[1, query_len, kv_len]` bool, true where a query sees a key; `None` where it sees all of them."""
         shape = (query_len, kv_len, sliding_window)
         if shape not in self._masks:
-            self._masks[shape] = causal_mask(*shape, device=device)
+            mask = causal_mask(*shape, device=device)
+            self._masks[shape] = None if mask is None else mask.unsqueeze(0)
         return self._masks[shape]
 
 
@@ -198,7 +210,7 @@ def causal_mask(
     return mask
 
 
-def _attend_one(
+def _attend(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -206,25 +218,27 @@ def _attend_one(
     mask: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One request: `[1, Hq, Q, D]` over `[L, Hkv, D]` and `[L, Hkv, Dv]` -> `[1, Q, Hq, Dv]`.
+    """`B` requests of as many rows: `[B, Hq, Q, D]` over `[B, L, Hkv, D]` and `[B, L, Hkv, Dv]` -> `[B, Q, Hq, Dv]`.
 
     Query heads that share a KV head are folded into the query dimension, so grouped-query attention copies no keys.
-    A sink is a logit per head that takes part in the softmax and carries no value: one more key, all zero, with the
-    sink as its bias.
+    The mask is `[B, Q, L]`, true where a query sees a key. A sink is a logit per head that takes part in the softmax
+    and carries no value: one more key, all zero, with the sink as its bias.
     """
-    _, num_heads, query_len, _ = query.shape
-    num_kv_heads = keys.shape[1]
+    num_requests, num_heads, query_len, _ = query.shape
+    num_kv_heads = keys.shape[2]
     groups = num_heads // num_kv_heads
-    keys, values = keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0)
-    folded = query.reshape(1, num_kv_heads, groups * query_len, -1)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    folded = query.reshape(num_requests, num_kv_heads, groups * query_len, -1)
+    if mask is not None:
+        mask = mask.unsqueeze(1)
     if sinks is not None:
-        bias = query.new_zeros(num_heads, query_len, keys.shape[2] + 1)
+        bias = query.new_zeros(num_requests, num_heads, query_len, keys.shape[2] + 1)
         if mask is not None:
-            bias[:, :, :-1].masked_fill_(~mask, float("-inf"))
-        bias[:, :, -1] = sinks.to(bias.dtype).unsqueeze(1)
+            bias[..., :-1].masked_fill_(~mask, float("-inf"))
+        bias[..., -1] = sinks.to(bias.dtype).unsqueeze(1)
         keys, values = F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1))
-        mask = bias.view(1, num_kv_heads, groups * query_len, -1)
-    elif mask is not None and groups > 1:
-        mask = mask.repeat(groups, 1)
+        mask = bias.view(num_requests, num_kv_heads, groups * query_len, -1)
+    elif mask is not None and groups > 1 and query_len > 1:
+        mask = mask.repeat(1, 1, groups, 1)
     output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
-    return output.view(1, num_heads, query_len, -1).transpose(1, 2)
+    return output.view(num_requests, num_heads, query_len, -1).transpose(1, 2)

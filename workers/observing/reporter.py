@@ -86,8 +86,9 @@ class StepReporter:
             steps=1,
             replayed_steps=plan.graph is not None,
             decode_steps=batch.kind is BatchKind.DECODE,
+            mixed_steps=batch.kind is BatchKind.MIXED,
             idle_steps=batch.kind is BatchKind.IDLE,
-            prompt_tokens=batch.num_tokens if batch.kind is BatchKind.PREFILL else 0,
+            prompt_tokens=batch.num_prompt_tokens,
             agree_seconds=agree[2] - agree[1],
         )
         assert plan.geometry is not None

@@ -14,7 +14,7 @@ class TraceEvent(msgspec.Struct, frozen=True):
         step: iterations since the start of the loop; equal on every rank for the same step.
         began: seconds on the clock of whoever holds the event: `time.perf_counter` of the rank at first.
         ended: on the same clock.
-        kind: what this rank's batch did: `idle`, `prefill` or `decode`.
+        kind: what this rank's batch did: `idle`, `prefill`, `decode`, or both in one, `mixed`.
         num_tokens: of its batch, without padding.
         graph: the graph that was replayed, or why the step ran eagerly; `None` where nothing was launched.
     """

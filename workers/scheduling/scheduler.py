@@ -1,9 +1,14 @@
 """What a DP rank runs next: continuous batching with chunked prefill over a bounded KV cache.
 
-Policy: prefill whenever a request has tokens to prefill, otherwise decode every running request by one token. A
-waiting request is admitted, first come first served, when fewer than `max_running_requests` run and the cache has
+Policy with mixed steps: every running request decodes by one token, and prompts get what that leaves of the tokens
+that a step prefills. Where it leaves too little for the next of them, prompts and decoding requests take turns, a step
+each. So no running request waits more than one step for another's prompt, and no prompt for more than one step of
+decoding. Without mixed steps: prefill whenever a request has tokens to prefill, otherwise decode.
+
+A waiting request is admitted, first come first served, when fewer than `max_running_requests` run and the cache has
 blocks for all its tokens. When a decoding request needs a block and none is free, the youngest running request gives up
-its blocks and goes back to the head of the queue with the tokens it has; they are prefilled again, nothing is lost.
+its blocks, in the middle of its prompt too, and goes back to the head of the queue with the tokens it has; they are
+prefilled again, nothing is lost. It is not admitted again in the same step: the blocks that it gave up are fewer now.
 
 A batch may be launched before the one before it has come back: requests then go on with tokens whose values are not
 known yet, and one that turns out to have ended is dropped from what comes back later.
@@ -15,6 +20,7 @@ identical ones.
 import enum
 import itertools
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...dispatch.budgets.limits import Limits
@@ -26,9 +32,16 @@ from .sequence import TokenSequence
 
 
 class BatchKind(enum.IntEnum):
+    """What a batch holds: chunks of prompts, rows that decode, both or neither."""
+
     IDLE = 0
     PREFILL = 1
     DECODE = 2
+    MIXED = 3
+
+    @property
+    def prefills(self) -> bool:
+        return self in (BatchKind.PREFILL, BatchKind.MIXED)
 
 
 @dataclass(frozen=True)
@@ -52,10 +65,22 @@ class Slice:
 
 @dataclass(frozen=True)
 class ScheduledBatch:
-    """What one DP rank wants to run in one step; empty when idle."""
+    """What one DP rank wants to run in one step; empty when idle.
+
+    Attributes:
+        kind: what it holds.
+        slices: of a mixed step, those that decode come first.
+        num_prompt_tokens: of its tokens, those of prompts.
+    """
 
     kind: BatchKind
     slices: tuple[Slice, ...] = ()
+    num_prompt_tokens: int = 0
+
+    @classmethod
+    def of(cls, decoding: Sequence[Slice], prompts: Sequence[Slice]) -> "ScheduledBatch":
+        kind = BatchKind((BatchKind.DECODE if decoding else 0) + (BatchKind.PREFILL if prompts else 0))
+        return cls(kind, (*decoding, *prompts), sum([piece.num_tokens for piece in prompts]))
 
     @property
     def num_tokens(self) -> int:
@@ -101,6 +126,8 @@ class Scheduler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._decode = decode
         self._prefills_whole = limits.chunked_prefill_size == 0
+        self._mixes = limits.mixes_steps
+        self._last_kind = BatchKind.IDLE
         self._max_cached_tokens = allocator.num_free * allocator.block_size
         self._waiting: deque[TokenSequence] = deque()
         self._running: list[TokenSequence] = []
@@ -148,12 +175,16 @@ class Scheduler:
 
         Until it is launched, what was scheduled is scheduled again, not necessarily in one batch.
         """
-        slices = self._prefill_slices()
-        if slices:
-            return ScheduledBatch(BatchKind.PREFILL, tuple(slices))
-        self._make_room_to_decode()
-        decoding = tuple([Slice(sequence, 1, True) for sequence in self._running if not sequence.is_full])
-        return ScheduledBatch(BatchKind.DECODE, decoding) if decoding else ScheduledBatch(BatchKind.IDLE)
+        budget = self._limits.prefill_tokens_per_step
+        if not self._mixes:
+            prompts = self._prompts_within(budget)
+            return ScheduledBatch.of([] if prompts else self._decoding(), prompts)
+        decoding = self._decoding()
+        prompts = self._prompts_within(budget - len(decoding))
+        if decoding and not prompts and self._last_kind is BatchKind.DECODE:
+            prompts = self._prompts_within(budget)
+            decoding = [] if prompts else decoding
+        return ScheduledBatch.of(decoding, prompts)
 
     def launch(self, batch: ScheduledBatch) -> None:
         """The batch is under way: the next `schedule` goes on from where it will end.
@@ -161,6 +192,7 @@ class Scheduler:
         Args:
             batch: what `schedule` returned; batches come back through `resolve` in the order they are launched.
         """
+        self._last_kind = batch.kind
         rows = itertools.count()
         for piece in batch.slices:
             piece.sequence.launch(piece.num_tokens, next(rows) if piece.reaches_end else None)
@@ -191,28 +223,35 @@ class Scheduler:
                 self._remove(sequence)
         return completions
 
-    def _prefill_slices(self) -> list[Slice]:
-        budget = self._limits.prefill_tokens_per_step
-        slices = []
-        for sequence in self._running:
-            if sequence.num_uncomputed > 1 and budget > 0:
-                slices.append(Slice.of(sequence, min(budget, sequence.num_uncomputed)))
-                budget -= slices[-1].num_tokens
-        while budget > 0 and self._waiting and len(self._running) < self._limits.max_running_requests:
+    def _prompts_within(self, budget: int) -> list[Slice]:
+        """Chunks of prompts, of so many tokens at most, those of requests that are admitted for it included."""
+        slices: list[Slice] = []
+        for sequence in [one for one in self._running if one.is_prefilling]:
+            if not self._has_room(sequence, budget):
+                return slices
+            slices.append(Slice.of(sequence, min(budget, sequence.num_uncomputed)))
+            budget -= slices[-1].num_tokens
+        while self._waiting and len(self._running) < self._limits.max_running_requests:
             sequence = self._waiting[0]
-            if self._prefills_whole and sequence.num_uncomputed > budget:
-                break
-            if not self._allocator.grow(sequence.blocks, sequence.num_tokens):
+            if not self._has_room(sequence, budget) or not self._allocator.grow(sequence.blocks, sequence.num_tokens):
                 break
             self._running.append(self._waiting.popleft())
+            sequence.num_to_prefill = sequence.num_tokens
             slices.append(Slice.of(sequence, min(budget, sequence.num_uncomputed)))
             budget -= slices[-1].num_tokens
         return slices
 
-    def _make_room_to_decode(self) -> None:
-        for sequence in [sequence for sequence in self._running if not sequence.is_full]:
-            while sequence in self._running and not self._allocator.grow(sequence.blocks, sequence.num_tokens):
+    def _has_room(self, sequence: TokenSequence, budget: int) -> bool:
+        """Whether so many tokens of a step are enough for the next chunk of a prompt."""
+        return budget >= (sequence.num_uncomputed if self._prefills_whole else 1)
+
+    def _decoding(self) -> list[Slice]:
+        """The next token of all that decode; where blocks are short, the youngest give way, prompts among them."""
+        wanted = [one for one in self._running if not (one.is_prefilling or one.is_full)]
+        for sequence in wanted:
+            while sequence.is_admitted and not self._allocator.grow(sequence.blocks, sequence.num_tokens):
                 self._preempt(self._running[-1])
+        return [Slice(sequence, 1, True) for sequence in wanted if sequence.is_admitted]
 
     def _preempt(self, sequence: TokenSequence) -> None:
         self._withdraw(sequence)
@@ -227,7 +266,8 @@ class Scheduler:
     def _withdraw(self, sequence: TokenSequence) -> None:
         """Out of its queue and its blocks: steps under way still write these, but before any step that is to come."""
         self._allocator.release(sequence.blocks)
-        (self._running if sequence in self._running else self._waiting).remove(sequence)
+        (self._running if sequence.is_admitted else self._waiting).remove(sequence)
+        sequence.num_to_prefill = 0
 
     def _max_length(self, request: Request) -> int:
         return min(self._context_length, len(request.prompt_token_ids) + request.sampling.max_new_tokens)

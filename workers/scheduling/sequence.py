@@ -19,6 +19,7 @@ class TokenSequence:
     Attributes:
         token_ids: prompt and completion, as far as their values are known.
         num_computed: tokens whose keys and values are cached, by the steps launched so far.
+        num_to_prefill: tokens that it had when it was admitted, 0 while it waits; it decodes once they are computed.
         num_pending: tokens that steps under way sample.
         pending_row: where the last of them is among the tokens that its step samples.
         blocks: KV blocks that it holds.
@@ -29,6 +30,7 @@ class TokenSequence:
         self.request = request
         self.token_ids = [*request.prompt_token_ids, *request.resume_from.token_ids]
         self.num_computed = 0
+        self.num_to_prefill = 0
         self.num_pending = 0
         self.pending_row = 0
         self.is_over = False
@@ -54,6 +56,14 @@ class TokenSequence:
     @property
     def num_uncomputed(self) -> int:
         return self.num_tokens - self.num_computed
+
+    @property
+    def is_admitted(self) -> bool:
+        return self.num_to_prefill > 0
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_computed < self.num_to_prefill
 
     @property
     def is_full(self) -> bool:

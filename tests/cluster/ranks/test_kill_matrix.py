@@ -1,6 +1,6 @@
 """Ranks die, raise and stall at random steps: every request is answered, once, with the same tokens.
 
-All seven faults of ranks, five times each on four ranks, are a part of `make test-kill-matrix`; the suite has a sample.
+All eight faults of ranks, five times each on four ranks, are a part of `make test-kill-matrix`; the suite has a sample.
 Nodes are in `test_lost_nodes`, the driver and its callers in `test_killed_drivers`.
 """
 
@@ -18,7 +18,7 @@ from kill_scene import FAULTS, Left, Scene, config_of, ray_session
 
 FULL_MATRIX = os.environ.get("EXPERT_POOL_FULL_MATRIX") == "1"
 RANKS = 4 if FULL_MATRIX else 2
-SAMPLE = ["SIGKILL during prefill"]
+SAMPLE = ["SIGKILL during a mixed step"]
 CASES = [(fault, seed) for fault in FAULTS for seed in range(5)] if FULL_MATRIX else [(fault, 0) for fault in SAMPLE]
 
 

@@ -66,7 +66,10 @@ def test_which_attention_ranks_take(settings, kind, reason, tiny_moe, caplog):
     config = resolved(tiny_moe, **settings)
     assert (choice(config)[0].kind, choice(config)[1]) == (kind, reason)
     graphs = {entry.kind for entry in recorded_entries(config)}
-    assert ("piecewise" in graphs) == (kind != "gathered")
+    assert ("piecewise" in graphs) == config.limits.mixed_steps == (kind != "gathered")
+    for wanted in (False, True):
+        limits = Limits(mixed_steps=wanted)
+        assert resolved(tiny_moe, **settings, limits=limits).limits.mixes_steps == wanted
     if kind != "flashinfer":
         bare = chosen(config).make_cache(config, 1, torch.device("cpu"))
         with caplog.at_level(logging.WARNING):

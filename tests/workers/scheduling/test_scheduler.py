@@ -1,5 +1,8 @@
 """What a DP rank runs next: chunks, admission, preemption, and that nothing is lost whatever the cache holds."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import msgspec
 import pytest
 from expert_pool.cluster import CacheConfig, Limits, PoolConfig, SamplingParams
@@ -15,10 +18,10 @@ VOCAB_SIZE, EOS = 1000, 999
 
 
 def scheduler(
-    chunk: int = 64, running: int = 8, blocks: int = 64, block_size: int = 4, context: int = 512
+    chunk: int = 64, running: int = 8, blocks: int = 64, block_size: int = 4, context: int = 512, **limits: Any
 ) -> Scheduler:
     return Scheduler(
-        Limits(chunked_prefill_size=chunk, max_running_requests=running),
+        Limits(chunked_prefill_size=chunk, max_running_requests=running, **limits),
         BlockAllocator(blocks + 1, block_size),
         context_length=context,
         vocab_size=VOCAB_SIZE,
@@ -126,11 +129,16 @@ def test_a_chunk_bounds_all_requests_of_a_step_together():
     batch, _ = step(under_test)
     assert [(piece.sequence.request.key, piece.num_tokens) for piece in batch.slices] == [(1, 7), (2, 3)]
     batch, _ = step(under_test)
-    assert [(piece.sequence.request.key, piece.num_tokens) for piece in batch.slices] == [(2, 4), (3, 6)]
+    assert shape(batch) == [(1, 1), (2, 4), (3, 5)]
 
 
-def test_a_new_prompt_is_prefilled_before_others_decode_on():
-    under_test = scheduler()
+def shape(batch: ScheduledBatch) -> list[tuple[int, int]]:
+    """Keys with the tokens that they run."""
+    return [(piece.sequence.request.key, piece.num_tokens) for piece in batch.slices]
+
+
+def test_without_mixed_steps_a_new_prompt_is_prefilled_before_others_decode_on():
+    under_test = scheduler(mixed_steps=False)
     under_test.add(request(1, 3, new_tokens=9))
     step(under_test)
     assert step(under_test)[0].kind is BatchKind.DECODE
@@ -139,6 +147,78 @@ def test_a_new_prompt_is_prefilled_before_others_decode_on():
     assert (batch.kind, keys(batch)) == (BatchKind.PREFILL, [2])
     batch, _ = step(under_test)
     assert (batch.kind, keys(batch)) == (BatchKind.DECODE, [1, 2])
+
+
+def test_a_new_prompt_takes_what_those_that_decode_leave_of_a_step():
+    under_test = scheduler(chunk=8)
+    for key in (1, 2):
+        under_test.add(request(key, 3, new_tokens=9))
+    step(under_test)
+    under_test.add(request(3, 13, new_tokens=9))
+    under_test.add(request(4, 4, new_tokens=9))
+    batches = [step(under_test)[0] for _ in range(4)]
+    assert [(batch.kind, shape(batch), batch.num_prompt_tokens) for batch in batches] == [
+        (BatchKind.MIXED, [(1, 1), (2, 1), (3, 6)], 6),
+        (BatchKind.MIXED, [(1, 1), (2, 1), (3, 6)], 6),
+        (BatchKind.MIXED, [(1, 1), (2, 1), (3, 1), (4, 4)], 5),
+        (BatchKind.DECODE, [(1, 1), (2, 1), (3, 1), (4, 1)], 0),
+    ]
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_prompts_and_those_that_decode_take_turns_where_these_fill_a_step(chunk):
+    under_test = scheduler(chunk=chunk)
+    for key in (1, 2):
+        under_test.add(request(key, 1, new_tokens=30))
+    while under_test.num_waiting:
+        step(under_test)
+    under_test.add(request(3, 4 * chunk, new_tokens=9))
+    batches = [step(under_test)[0] for _ in range(8)]
+    turns = [(BatchKind.DECODE, [(1, 1), (2, 1)]), (BatchKind.PREFILL, [(3, chunk)])]
+    assert [(batch.kind, shape(batch)) for batch in batches] == turns * 4
+
+
+def test_a_prompt_that_is_prefilled_whole_goes_beside_others_or_in_its_turn():
+    under_test = scheduler(chunk=0, max_prefill_tokens=10)
+    for key in (1, 2):
+        under_test.add(request(key, 2, new_tokens=9))
+    step(under_test)
+    under_test.add(request(3, 8, new_tokens=2))
+    under_test.add(request(4, 9, new_tokens=2))
+    batches = [step(under_test)[0] for _ in range(4)]
+    assert [(batch.kind, shape(batch)) for batch in batches] == [
+        (BatchKind.MIXED, [(1, 1), (2, 1), (3, 8)]),
+        (BatchKind.DECODE, [(1, 1), (2, 1), (3, 1)]),
+        (BatchKind.PREFILL, [(4, 9)]),
+        (BatchKind.DECODE, [(1, 1), (2, 1), (4, 1)]),
+    ]
+
+
+def test_what_was_not_launched_is_scheduled_again_and_a_whole_prompt_stays_whole():
+    under_test = scheduler(chunk=0, max_prefill_tokens=10)
+    for key in (1, 2):
+        under_test.add(request(key, 2, new_tokens=9))
+    step(under_test)
+    step(under_test)
+    under_test.add(request(3, 9, new_tokens=2))
+    assert shape(under_test.schedule()) == [(3, 9)]
+    assert shape(under_test.schedule()) == [(3, 9)]
+
+
+def test_a_prompt_gives_way_in_the_middle_of_its_chunks_and_is_not_admitted_again_at_once():
+    under_test = scheduler(chunk=4, blocks=6, block_size=4)
+    requests = [request(1, 4, new_tokens=12), request(2, 16, new_tokens=2)]
+    under_test.add(requests[0])
+    step(under_test)
+    under_test.add(requests[1])
+    shapes, finished = [], {}
+    for _ in range(40):
+        batch, completions = step(under_test)
+        shapes.append(shape(batch))
+        finished |= {completion.key: completion for completion in completions}
+    assert shapes[:6] == [[(1, 1), (2, 3)]] * 4 + [[(1, 1)]] * 2
+    assert under_test.num_preemptions == 1
+    assert {key: one.token_ids for key, one in finished.items()} == {one.key: expected_tokens(one) for one in requests}
 
 
 def test_no_more_requests_run_than_max_running_requests():
@@ -171,7 +251,7 @@ def test_the_youngest_request_gives_way_and_comes_back_first():
     finished: dict[int, Completion] = {}
     while len(finished) < 4:
         batch, completions = step(under_test)
-        admitted += keys(batch) if batch.kind is BatchKind.PREFILL else []
+        admitted += [piece.sequence.request.key for piece in batch.slices if piece.num_tokens > 1]
         finished |= {completion.key: completion for completion in completions}
     assert admitted.index(3) < admitted.index(4)
     for one in requests:
@@ -241,31 +321,44 @@ def test_a_request_that_can_never_run_is_answered_at_once(bad, complaint):
     assert (under_test.num_running, under_test.num_waiting) == (0, 0)
 
 
-@settings(max_examples=150, deadline=None)
+SIZES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20), st.integers(0, 12)), min_size=1, max_size=14)
+CHUNKS = st.one_of(st.integers(1, 8), st.integers(1, 40), st.just(0))
+
+
+@settings(max_examples=200, deadline=None)
 @given(
-    sizes=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20), st.integers(0, 12)), min_size=1, max_size=14),
-    chunk=st.integers(1, 40),
+    sizes=SIZES,
+    chunk=CHUNKS,
     running=st.integers(1, 6),
     block_size=st.integers(1, 8),
     spare_blocks=st.integers(0, 4),
+    mixed_steps=st.booleans(),
 )
-def test_all_requests_finish_whole_however_small_the_cache(sizes, chunk, running, block_size, spare_blocks):
+def test_all_requests_finish_whole_however_small_the_cache(
+    sizes, chunk, running, block_size, spare_blocks, mixed_steps
+):
     """Requests of any length, arriving at any step, over a cache that holds the longest of them and little more."""
     longest = max(prompt + new for prompt, new, _ in sizes)
     blocks = -(-longest // block_size) + spare_blocks
-    under_test = scheduler(chunk, running, blocks, block_size)
+    under_test = scheduler(chunk, running, blocks, block_size, max_prefill_tokens=longest, mixed_steps=mixed_steps)
     requests = [request(key, prompt, new) for key, (prompt, new, _) in enumerate(sizes)]
     arrivals = {key: arrival for key, (_, _, arrival) in enumerate(sizes)}
+    prefilled = 0
     finished: dict[int, Completion] = {}
     for number in range(20_000):
         for key, arrival in arrivals.items():
             if arrival == number:
                 assert under_test.add(requests[key]) is None
+        waiting, preempted = under_test.num_waiting, under_test.num_preemptions
         batch = under_test.schedule()
+        if preempted := under_test.num_preemptions - preempted:
+            assert under_test.num_waiting == waiting + preempted, "who gives way is not admitted in the same step"
         held = [block for piece in batch.slices for block in piece.sequence.blocks]
         assert len(held) == len(set(held)), "two requests hold the same block"
         assert 0 not in held, "a request holds the padding block"
-        assert batch.num_tokens <= (chunk if batch.kind is BatchKind.PREFILL else running)
+        assert batch.num_tokens <= (chunk or longest if batch.kind.prefills else running)
+        assert mixed_steps or batch.kind is not BatchKind.MIXED
+        prefilled += batch.num_prompt_tokens
         for piece in batch.slices:
             assert len(piece.sequence.blocks) * block_size >= piece.sequence.num_computed + piece.num_tokens
         assert under_test.num_running <= running
@@ -279,6 +372,69 @@ def test_all_requests_finish_whole_however_small_the_cache(sizes, chunk, running
         one.key: expected_tokens(one) for one in requests
     }
     assert under_test.num_free_blocks == blocks
+    prompts = sum(len(one.prompt_token_ids) for one in requests)
+    assert prefilled == prompts if not under_test.num_preemptions else prefilled > prompts
+
+
+def launched_batches(
+    under_test: Scheduler, requests: list[Request], arrivals: list[int], overlap: bool
+) -> Iterator[tuple[ScheduledBatch, set[int], bool]]:
+    """Steps until all requests are done: the batch, the keys of all that could have decoded, whether prompts could go.
+
+    Args:
+        under_test: with a cache that holds everything, so that nobody waits for blocks.
+        requests: each arrives at the step that `arrivals` says.
+        arrivals: of each request.
+        overlap: whether a batch comes back after the next one is launched.
+    """
+    decoding: dict[int, int] = {}  # tokens that are still to be launched, of those whose prompts are done
+    prompts: dict[int, int] = {}
+    under_way: list[tuple[ScheduledBatch, list[Row]]] = []
+    for number in range(5_000):
+        for one, arrival in zip(requests, arrivals, strict=True):
+            if arrival == number:
+                assert under_test.add(one) is None
+                prompts[one.key] = len(one.prompt_token_ids)
+        could_decode = {key for key, left in decoding.items() if left}
+        batch = under_test.schedule()
+        yield batch, could_decode, bool(prompts)
+        for key, num_tokens in shape(batch):
+            if key in prompts:
+                prompts[key] -= num_tokens
+                if prompts[key] == 0:
+                    del prompts[key]
+                    decoding[key] = requests[key].sampling.max_new_tokens - 1
+            else:
+                decoding[key] -= 1
+        due = [piece.sequence for piece in batch.slices if piece.reaches_end]
+        rows = [Row(Generated((token(one.request.key, one.num_tokens),))) for one in due]
+        under_test.launch(batch)
+        under_way.append((batch, rows))
+        if len(under_way) > overlap:
+            under_test.resolve(*under_way.pop(0))
+        if number > max(arrivals) and batch.kind is BatchKind.IDLE and not under_test.num_running:
+            return
+    raise AssertionError("the scheduler did not come to an end")
+
+
+@settings(max_examples=200, deadline=None)
+@given(sizes=SIZES, chunk=CHUNKS, running=st.integers(1, 14), overlap=st.booleans())
+def test_no_running_request_waits_more_than_one_step_for_anothers_prompt(sizes, chunk, running, overlap):
+    """Nor do prompts wait for those that decode: of two steps one holds some, or as many run as may."""
+    longest = max(prompt + new for prompt, new, _ in sizes)
+    under_test = scheduler(chunk, running, blocks=512, max_prefill_tokens=longest, mixed_steps=True)
+    requests = [request(key, prompt, new) for key, (prompt, new, _) in enumerate(sizes)]
+    waited: set[int] = set()
+    prompts_waited = False
+    for batch, could_decode, has_prompts in launched_batches(under_test, requests, [s[2] for s in sizes], overlap):
+        left_out = could_decode - set(keys(batch))
+        assert left_out in (set(), could_decode), "those that decode go together"
+        assert not left_out & waited
+        assert not left_out or len(could_decode) + (1 if chunk else batch.num_prompt_tokens) > (chunk or longest)
+        waited = left_out
+        left_out_prompts = has_prompts and not batch.kind.prefills and under_test.num_running < running
+        assert not (left_out_prompts and prompts_waited)
+        prompts_waited = left_out_prompts
 
 
 def test_a_cache_too_small_for_all_requests_changes_no_token(random_models, references):

@@ -100,7 +100,8 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         weights: `checkpoint`, or `random` to measure a pool with nothing but the model's `config.json`.
         dispatch: how tokens reach their experts. `measured` measures the ways there are at start-up and takes the best
             for each number of rows; `auto` is that on GPUs, and the all-gather on CPUs.
-        experts: what computes them; `auto` is PyTorch. `cutedsl` is QuACK's grouped GEMM pair, on Hopper GPUs in bf16.
+        experts: what computes them; `auto` is PyTorch, and where paths are measured whatever is fastest. `cutedsl` is
+            QuACK's grouped GEMM pair, on Hopper GPUs in bf16; `triton` is our own, in bf16 and fp16.
         quantisation: in which experts are computed, from weights in the model's dtype: `fp8` (e4m3, one scale a weight
             tensor of an expert, calibrated scales for activations) and `fp8_blockwise` (scales of 128-blocks) are those
             of the mega kernel on Hopper; `nvfp4` is for CuTe DSL experts behind FlashInfer's all-to-all on Blackwell.

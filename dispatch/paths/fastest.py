@@ -75,9 +75,12 @@ def choose(
     """
     fitting: list[tuple[bool, float, int, tuple[str, ...]]] = []
     smallest = math.inf
+    best = _times(tuple(costs), measured, len(buckets))
     for count in range(1, len(costs) + 1):
+        if any(is_as_fast for is_as_fast, *_ in fitting):
+            break  # of those, fewer paths are taken
         for names in itertools.combinations(costs, count):
-            slowdowns = _slowdowns(names, measured, len(buckets))
+            slowdowns = _slowdowns(_times(names, measured, len(buckets)), best)
             if math.isinf(max(slowdowns)):
                 continue
             num_bytes = bytes_of(names, costs, copy_bytes)
@@ -106,14 +109,17 @@ def bytes_of(names: Sequence[str], costs: Mapping[str, PathCost], copy_bytes: in
     return sum(parts.values()) + copies
 
 
-def _slowdowns(names: Sequence[str], measured: Sequence[Measured], num_buckets: int) -> list[float]:
-    """For each bucket, the time of all layers over what it is with the best path for each."""
-    slowdowns = []
-    for bucket in range(num_buckets):
-        taken = sum(one.num_layers * min(one.microseconds[name][bucket] for name in names) for one in measured)
-        best = sum(one.num_layers * min(times[bucket] for times in one.microseconds.values()) for one in measured)
-        slowdowns.append(taken / best if not math.isinf(best) else math.inf)
-    return slowdowns
+def _times(names: Sequence[str], measured: Sequence[Measured], num_buckets: int) -> list[float]:
+    """For each bucket, the time of all layers, each through what is best for it of these paths."""
+    return [
+        sum(one.num_layers * min(one.microseconds[name][bucket] for name in names) for one in measured)
+        for bucket in range(num_buckets)
+    ]
+
+
+def _slowdowns(taken: Sequence[float], best: Sequence[float]) -> list[float]:
+    """For each bucket, a time over the best there is."""
+    return [time / least if not math.isinf(least) else math.inf for time, least in zip(taken, best, strict=True)]
 
 
 def _rows(buckets: Sequence[int], measured: Sequence[Measured], names: Sequence[str]) -> list[TableRow]:

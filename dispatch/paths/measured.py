@@ -126,7 +126,7 @@ class MeasuredPath(Way):
 
 
 def _experts_bytes(settings: PathSettings) -> int:
-    """Of all experts that one rank measures: it has no other buffers for them."""
+    """Of all experts that one rank measures, which are all that its paths allocate."""
     names = candidate_paths(
         settings.tuning,
         settings.worker.device,
@@ -135,5 +135,5 @@ def _experts_bytes(settings: PathSettings) -> int:
         settings.capacity,
         settings.layout.world_size,
     )
-    planned = [buffer for name in names for buffer in experts_of(name.experts).planned(settings)]
-    return sum(buffer.num_bytes for buffer in planned)
+    taken = [name for name in names if not problems_of(name, settings, f"path {str(name)!r}")]
+    return sum(buffer.num_bytes for name in taken for buffer in experts_of(name.experts).planned(settings))

@@ -15,6 +15,7 @@ from expert_pool.dispatch.errors import ConfigError
 from expert_pool.dispatch.experts.cutedsl import refuse_experts as refuse_cutedsl
 from expert_pool.dispatch.experts.expert_weights import DOWN, GATE_UP, PLAIN, ExpertWeights, plain_weights
 from expert_pool.dispatch.experts.torch_experts import TorchExperts
+from expert_pool.dispatch.experts.triton_way import refuse_experts as refuse_triton
 from expert_pool.dispatch.moe_layer import MoeLayer
 from expert_pool.dispatch.paths.mega import refuse_experts as refuse_mega
 from expert_pool.dispatch.paths.path import DispatchedPath
@@ -101,13 +102,29 @@ def test_experts_of_another_stored_format_are_handed_its_tensors_by_its_names():
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("refuse", [refuse_cutedsl, lambda layer: refuse_mega(layer, "none")], ids=["cutedsl", "mega"])
+@pytest.mark.parametrize(
+    "refuse",
+    [refuse_cutedsl, refuse_triton, lambda layer: refuse_mega(layer, "none")],
+    ids=["cutedsl", "triton", "mega"],
+)
 def test_kernels_on_plain_weights_refuse_other_formats_by_name(refuse):
     codes = {"codes": torch.zeros(2, dtype=torch.uint8)}
     with pytest.raises(ConfigError, match=r"cannot run experts: their weights are stored as mxfp4; use "):
         refuse(layer_of(SHAPE, weights=ExpertWeights("experts", "mxfp4", codes)))
     plain = {GATE_UP: torch.zeros(1, dtype=torch.bfloat16), DOWN: torch.zeros(1, dtype=torch.bfloat16)}
     refuse(layer_of(SHAPE, weights=ExpertWeights("experts", PLAIN, plain)))
+
+
+@pytest.mark.parametrize(
+    ("refuse", "dtype", "computes"),
+    [(refuse_cutedsl, torch.float16, "bfloat16"), (refuse_triton, torch.float32, "bfloat16 or float16")],
+)
+def test_kernels_refuse_weights_of_a_dtype_that_they_do_not_read(refuse, dtype, computes):
+    stored = {GATE_UP: torch.zeros(1, dtype=dtype), DOWN: torch.zeros(1, dtype=dtype)}
+    with pytest.raises(ConfigError, match=rf"cannot run experts: they are not in {computes}; use experts='torch'"):
+        refuse(layer_of(SHAPE, weights=ExpertWeights("experts", PLAIN, stored)))
+    half = {name: tensor.half() for name, tensor in stored.items()}
+    refuse_triton(layer_of(SHAPE, weights=ExpertWeights("experts", PLAIN, half)))
 
 
 def test_a_tensor_that_the_format_does_not_have_is_named_with_those_that_it_has():

@@ -126,6 +126,41 @@ def test_candidates_on_gpus_are_kernels_of_several_capacities():
 
 def test_experts_that_the_user_names_leave_no_others():
     assert list(map(str, candidate_paths(Tuning(), "cuda", "cutedsl", "none", 512, 2))) == ["flashinfer+cutedsl"]
+    triton = list(map(str, candidate_paths(Tuning(), "cuda", "triton", "none", 512, 2)))
+    assert triton == ["flashinfer+triton", "allgather+triton"]
+
+
+def test_one_rank_has_every_expert_backend_to_choose_from_and_no_exchange():
+    names = list(map(str, candidate_paths(Tuning(), "cuda", "torch", "none", 512, 1)))
+    assert names == ["local+cutedsl", "local+triton", "local+torch"]
+    assert list(map(str, candidate_paths(Tuning(), "cuda", "triton", "none", 512, 1))) == ["local+triton"]
+    assert list(map(str, candidate_paths(Tuning(), "cpu", "torch", "none", 512, 1))) == ["local+torch"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "dispatch"),
+    [
+        ({"dispatch": "auto", "worker": GPU}, "measured"),
+        ({"dispatch": "auto", "worker": GPU, "experts": "triton", "dtype": "bfloat16"}, "local"),
+        ({"dispatch": "auto", "worker": GPU, "experts": "torch"}, "local"),
+        ({"dispatch": "allgather", "worker": GPU}, "local"),
+        ({"dispatch": "auto"}, "local"),
+        ({"dispatch": "measured"}, "measured"),
+        ({"dispatch": "measured", "tuning": Tuning(table=table((64, "local+torch")))}, "measured"),
+    ],
+)
+def test_one_rank_measures_on_gpus_unless_experts_are_named(settings, dispatch, tiny_moe):
+    config = resolve(config_of(tiny_moe, ranks=1, **settings), inspect_model(tiny_moe, settings.get("dtype")))
+    assert (config.dispatch, config.capacity) == (dispatch, 64)
+
+
+@pytest.mark.parametrize("path", ["allgather+torch", "mega@64"])
+def test_one_rank_refuses_a_table_with_an_exchange(path, tiny_moe):
+    config = config_of(tiny_moe, ranks=1, worker=GPU, tuning=Tuning(table=table((64, path))))
+    with pytest.raises(
+        ConfigError, match=rf"path '{path}' does not exist on worker.device='cuda' with ranks=1".replace("+", r"\+")
+    ):
+        resolve(config, inspect_model(tiny_moe, None))
 
 
 def test_every_graph_and_the_capacity_are_measured():
@@ -203,6 +238,7 @@ def test_a_kernel_below_the_rows_of_its_line_is_refused(tiny_moe):
         ({"quantisation": "fp8"}, "quantisation='fp8' does not run on worker.device='cpu'"),
         ({"quantisation": "fp8", "dispatch": "allgather"}, "alone, on 2 or more ranks, and dispatch is 'allgather'"),
         ({"quantisation": "fp8", "ranks": 1, "worker": GPU}, "dispatch is 'local' with ranks=1"),
+        ({"quantisation": "fp8", "ranks": 1, "worker": GPU, "dispatch": "auto"}, "dispatch is 'local' with ranks=1"),
         ({"quantisation": "fp8_blockwise", "dispatch": "flashinfer", "worker": GPU}, "dispatch is 'flashinfer'"),
         ({"quantisation": "nvfp4", "dispatch": "mega", "worker": GPU}, "set dispatch to one of them"),
         ({"dispatch": "mega", "worker": GPU}, "takes bfloat16, the pool's dtype is float32"),

@@ -29,6 +29,7 @@ from expert_pool.workers.speculation.draft import draft_cache
 from models import FAMILIES
 
 CPU = torch.device("cpu")
+ON_GPU = {"dtype": "bfloat16", "worker": {"device": "cuda"}}
 
 
 def plan(folder, tmp_path, exit_code=0, **settings) -> str:
@@ -147,6 +148,39 @@ def test_cutedsl_experts_are_refused_for_models_that_they_cannot_compute(family,
     assert "experts='cutedsl' computes in bfloat16, the pool's dtype is float16" in half[0]
     twice, *_ = plan_pool(PoolConfig(**settings, dtype="bfloat16", dispatch="mega")).problems
     assert twice.startswith("experts='cutedsl' and dispatch='mega' both compute experts")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_triton_experts_are_refused_for_models_that_they_cannot_compute(family, random_models):
+    settings = {"model": random_models[family], "ranks": 2, "experts": "triton", "worker": WorkerConfig(device="cuda")}
+    for dtype in ("bfloat16", "float16"):
+        problems = plan_pool(PoolConfig(**settings, dtype=dtype)).problems
+        if family == "gpt_oss":
+            [problem] = problems
+            assert "cannot run gpt_oss's experts: they have biases and their weights are stored transposed" in problem
+            assert problem.endswith("set experts to 'torch'")
+        else:
+            assert problems == ()
+    single, *_ = plan_pool(PoolConfig(**settings, dtype="float32")).problems
+    assert single == (
+        "experts='triton' computes in bfloat16 or float16, the pool's dtype is float32: set dtype to one of them"
+    )
+    refusals = plan_pool(PoolConfig(**settings | {"worker": WorkerConfig()}, dtype="bfloat16")).refusals
+    assert any("experts='triton' does not run on worker.device='cpu', only on GPUs" in said for said in refusals)
+
+
+def test_one_gpu_plans_buffers_of_all_experts_that_it_measures(tiny_moe, tmp_path):
+    alone = {
+        experts: sum(
+            printed(plan(tiny_moe, tmp_path, ranks=1, experts=experts, **ON_GPU), f"experts: {part}")[1]
+            for part in ("routing", "hidden", "outputs")
+        )
+        for experts in ("cutedsl", "triton")
+    }
+    output = plan(tiny_moe, tmp_path, ranks=1, **ON_GPU)
+    assert "dispatch measured" in output
+    assert printed(output, "dispatch: measured paths") == (None, sum(alone.values()))
+    assert alone["cutedsl"] == alone["triton"] > 0
 
 
 def test_cutedsl_experts_are_refused_for_sizes_that_are_not_aligned(tiny_moe):

@@ -22,6 +22,7 @@ from expert_pool.dispatch.paths.maker import PathMaker
 from expert_pool.dispatch.paths.table import PathName
 from expert_pool.dispatch.paths.tuning import TableRow, Tuning
 from expert_pool.dispatch.probe import HostGroup
+from expert_pool.dispatch.registry import register
 from expert_pool.graphs.backend import StaticReplayBackend
 from expert_pool.graphs.plan import plan_captures
 from expert_pool.workers.engine import RankEngine
@@ -428,3 +429,38 @@ def test_fp8_scales_are_the_same_numbers_on_every_rank_and_cover_what_the_model_
     assert len(first) == 3
     # RMS-normed rows of width 64: some magnitude lies above 1, none above 8; with room by 4, over e4m3's largest 448.
     assert all(4 / 448 < inputs < 32 / 448 and inner > 1e-6 for inputs, inner in first)
+
+
+class DoubledExperts(TorchExperts):
+    """Another backend that is right, under a name of its own."""
+
+    kind = "again"
+    is_plain = False
+    name = "torch, again"
+
+
+def alone(engine: RankEngine) -> tuple[list[str], str, dict[int, tuple[int, ...]]]:
+    """What one rank takes where either of two backends is the faster, and the tokens that it then generates."""
+    register(DoubledExperts)
+    seen = {TorchExperts.name: (1.0, 5.0, 5.0), DoubledExperts.name: (3.0, 2.0, 5.0)}
+
+    def microseconds(timer: LayerTimer, path: ExpertPath, layer: MoeLayer, num_rows: int) -> float:
+        return seen[path.held.expert_backend][BUCKETS.index(num_rows)]
+
+    with replaced(LayerTimer, "microseconds", microseconds):
+        settled = choose_again(engine)
+    exchange_of(engine).path = settled.path
+    tokens = run_script(engine, [{0: PROMPTS[:1]}], NEW_TOKENS).token_ids
+    return [f"{row.rows} {row.path}" for row in settled.path.table.rows], settled.lines[0], tokens
+
+
+def test_one_rank_has_its_experts_to_choose_from(random_models, references):
+    config = msgspec.structs.replace(config_of(random_models["qwen3_moe"], Tuning(repeats=1)), ranks=1)
+    with ForkedRanks(config) as ranks:
+        [(tuning, _)] = ranks.call(tuning_of_records)
+        assert tuning == "all layers to 1: local+torch; all layers to 4: local+torch; all layers to 16: local+torch"
+        [(table, line, tokens)] = ranks.call(alone)
+    assert table == ["1 local+torch", "4 local+again", "16 local+torch"]
+    assert line.startswith("experts by table, measured, best of 2 paths")
+    expected = references["qwen3_moe"].greedy(PROMPTS[0], NEW_TOKENS)
+    assert tokens[0][: len(expected)] == expected

@@ -59,7 +59,7 @@ def state_of(config: RankConfig, rank: int) -> StateReader:
     path = DispatchedPath(dispatcher, TorchExperts(device))
     graphs = LockstepRank(rank, {}, lambda entry: None)
     graphs.commit_plan(plan_captures(config.limits))
-    return StateReader(config, path, graphs)
+    return StateReader(config, path, "uncompiled", graphs)
 
 
 def run_rank(config: RankConfig, rank: int, port: int, iterations: int) -> tuple[float, float]:

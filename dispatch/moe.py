@@ -5,6 +5,9 @@ Transformers builds one `ExpertParallelExperts` for every experts module of the 
 which carries the path to the experts and the geometry of the step under way.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation
@@ -19,6 +22,8 @@ from .expert_load import ExpertLoad
 from .expert_path import ExpertPath
 from .experts.expert_weights import plain_weights
 from .moe_layer import MoeLayer
+
+StandIn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class MoeExchange:
@@ -48,6 +53,7 @@ class MoeExchange:
         self._num_valid_tokens: torch.Tensor | None = None
         self._carries_token_T1: torch.Tensor | None = None
         self._carried_TK: torch.Tensor | None = None
+        self._stand_in: StandIn | None = None
 
     def describe_layers(self, model: torch.nn.Module, spec: ModelShape) -> None:
         """Describe every layer of a model that is bound to this, once its weights are in place and before any step.
@@ -83,6 +89,23 @@ class MoeExchange:
         self._num_valid_tokens = num_valid_tokens
         self._carries_token_T1 = None
         self._carried_TK = None
+
+    @contextmanager
+    def tried_with(self, stand_in: StandIn) -> Iterator[None]:
+        """Within, layers call this in the place of their experts: no step is under way, and nothing is sent.
+
+        Args:
+            stand_in: `[T, H]` hidden states, `[T, K]` global expert ids and weights -> `[T, H]`.
+        """
+        self._stand_in = stand_in
+        try:
+            yield
+        finally:
+            self._stand_in = None
+
+    def stand_in(self) -> StandIn | None:
+        """What layers call now in the place of their experts; `None` in every step."""
+        return self._stand_in
 
     def geometry_for(self, num_tokens: int) -> StepGeometry:
         """The current geometry, checked against the tokens that a layer actually holds."""
@@ -150,6 +173,8 @@ class ExpertParallelExperts(EPImplementation):
     ) -> torch.Tensor:
         """`[T, H]` hidden states of the batch this rank holds, `[T, K]` global expert ids and weights -> `[T, H]`."""
         exchange, layer = self._exchange, self.layer
+        if (stand_in := exchange.stand_in()) is not None:
+            return stand_in(hidden_states, top_k_index, top_k_weights)
         assert layer is not None, "layers are described before any step"
         geometry = exchange.geometry_for(hidden_states.shape[0])
         rows = geometry.row_range(exchange.rank)

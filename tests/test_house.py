@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -113,3 +114,10 @@ def test_functions_take_few_parameters():
             if count > MAX_PARAMETERS and "triton.jit" not in decorators and "click." not in decorators:
                 crowded.append(f"{path.relative_to(REPOSITORY)}: {node.name} takes {count}")
     assert crowded == []
+
+
+def test_a_wheel_has_every_folder():
+    """An editable installation has them all, whatever is listed: only jobs that bring a wheel would miss one."""
+    listed = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"]
+    folders = [".".join(("expert_pool", *folder.relative_to(REPOSITORY).parts)) for folder in FOLDERS]
+    assert sorted(listed) == sorted(folders)

@@ -29,12 +29,14 @@ class LocalState(msgspec.Struct, frozen=True):
     Attributes:
         config: what the rank was built from.
         held: the way to the experts.
+        layers: what runs in the layers beside attention and experts.
         capture_depth: captures under way; a step of a running pool is outside all of them.
         graphs: the committed graphs, in order.
     """
 
     config: RankConfig
     held: HeldAlike
+    layers: str
     capture_depth: int
     graphs: CapturePlan
 
@@ -45,22 +47,24 @@ class StateReader:
     Args:
         config: what the rank was built from.
         path: to the experts.
+        layers: what runs in its layers beside attention and experts.
         graphs: of this rank.
     """
 
-    def __init__(self, config: RankConfig, path: ExpertPath, graphs: LockstepRank):
+    def __init__(self, config: RankConfig, path: ExpertPath, layers: str, graphs: LockstepRank):
         self._config = config
         self._config_digest = config.digest
         self._path = path
+        self._layers = layers
         self._graphs = graphs
 
     def read(self) -> tuple[LocalState, int]:
         """The state, and one number for all of it; equal numbers mean equal states."""
         graphs, held = self._graphs, self._path.held
         # Configuration and graphs are long, and change rarely: their digests are kept.
-        parts = (self._config_digest, held, graphs.capture_depth, graphs.committed_digest)
+        parts = (self._config_digest, held, self._layers, graphs.capture_depth, graphs.committed_digest)
         digest = zlib.crc32(msgspec.msgpack.encode(parts))
-        return LocalState(self._config, held, graphs.capture_depth, graphs.committed), digest
+        return LocalState(self._config, held, self._layers, graphs.capture_depth, graphs.committed), digest
 
 
 class Agreement:

@@ -67,6 +67,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             PyTorch. On CPUs it is PyTorch.
         prefill_backend: FlashInfer's kernels for eager steps on GPUs; results in docs/ were made with `fa2`.
         threads: CPU threads of a rank.
+        compile: run the dense part of layers through torch.compile; unset: on GPUs only. Where
+            one rank cannot, none does, and its reason is said.
         overlap: whether a rank schedules, agrees on and packs a step while the one before it runs, at the price of a
             token computed in vain where a request ends at an end of sequence. Unset: on GPUs only, where it hides the
             host's work; a CPU would wait for itself.
@@ -82,12 +84,17 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attention: AttentionName = "auto"
     prefill_backend: PrefillBackend = "fa2"
     threads: int = 1
+    compile: bool | None = None
     overlap: bool | None = None
     step_timeout_s: float = 300.0
     environment: dict[str, str] = {}
     log_level: LogLevel = "info"
     trace_steps: int = 0
     expert_load: bool = False
+
+    @property
+    def compiles(self) -> bool:
+        return self.device == "cuda" if self.compile is None else self.compile
 
     @property
     def overlaps(self) -> bool:

@@ -17,7 +17,6 @@ from .attention.kv_cache import BlockAllocator
 from .attention.registry import chosen
 from .model.target import TargetModel
 from .rank_config import RankConfig
-from .scheduling.sampler import greedy
 from .sizes.step_inputs import buffer_specs
 from .speculation.draft import DraftModel
 
@@ -100,6 +99,7 @@ def make_graphs(
     draft: DraftModel | None,
     exchange: MoeExchange,
     can_record: Callable[[CaptureEntry], str | None],
+    greedy: Callable[[torch.Tensor], torch.Tensor],
 ) -> LockstepRank:
     """The graph runners of a rank; target and draft graphs each have static buffers for their largest entry."""
     backend = make_backend(target.device)

@@ -103,6 +103,7 @@ class LoadReport(msgspec.Struct, frozen=True):
         load_seconds: time to load the weights.
         peak_memory_before: peak resident memory of the process before the weights were read.
         peak_memory: peak resident memory of the process after.
+        layers: lines about what runs in each layer, and how long compiling took.
         experts: lines about the paths to the experts that were chosen and dropped; the same on every rank.
         files: what the rank has read of each weight file; empty with `weights: random`.
     """
@@ -116,6 +117,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     load_seconds: float
     peak_memory_before: int
     peak_memory: int
+    layers: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
     files: tuple[ReadFile, ...] = ()
 

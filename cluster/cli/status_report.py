@@ -30,7 +30,8 @@ def status_report(status: PoolStatus) -> Group:
         parts.append(_ranks(status))
     if status.stats:
         parts.append(_batches(status))
-    parts += [Text(printable(line)) for line in (status.loads[0].experts if status.loads else ())]
+    for load in status.loads[:1]:  # the same on every rank
+        parts += [Text(printable(line)) for line in (*load.layers, *load.experts)]
     return Group(*parts)
 
 

@@ -148,7 +148,8 @@ class PoolRanks:
         await self._weights.look_at_disk(self.rank_set.actors, self.rank_set.places)
         # Whoever asks for the status has no use for a line about every file from every rank.
         self.loads = tuple(msgspec.structs.replace(load, files=()) for load in loads)
-        for line in self.loads[0].experts:
+        compiled = self.loads[0].layers[:1] if self.config.worker.compiles else ()
+        for line in (*compiled, *self.loads[0].experts):
             yield line
         begin_stage(DriverState.CAPTURING)
         await self.capture()

@@ -213,7 +213,7 @@ def other_config(engine: RankEngine) -> AbstractContextManager[None]:
         engine.config.limits, max_running_requests=engine.config.limits.max_running_requests + 1
     )
     config = msgspec.structs.replace(engine.config, limits=limits)
-    return with_state(engine, StateReader(config, path_of(engine), engine.graphs))
+    return with_state(engine, StateReader(config, path_of(engine), engine.loaded.layers, engine.graphs))
 
 
 @contextmanager

@@ -181,7 +181,7 @@ class Holder:
         self.graphs.commit_plan(GRAPHS)
 
     def reader(self) -> StateReader:
-        return StateReader(self.config, self, self.graphs)
+        return StateReader(self.config, self, "uncompiled", self.graphs)
 
     def change(self, name: str, value: Any) -> None:
         self.held = msgspec.structs.replace(self.held, **{name: value})

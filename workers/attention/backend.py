@@ -1,7 +1,7 @@
 """What a rank's attention keeps, whatever computes it: a paged cache, a backend over it, and its batch of one step."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -59,6 +59,17 @@ class AttendingBatch(Protocol):
             sinks: `[Hq]` logits that take part in the softmax and carry no value; `None` where the layer has none.
         """
         ...
+
+
+class StepAttention:
+    """A batch as the model hands it to its attention layers: always of this class, which compiled code is made for."""
+
+    def __init__(self, batch: AttendingBatch):
+        self._batch = batch
+
+    def attend(self, module: torch.nn.Module, *tensors: torch.Tensor, **settings: Any) -> torch.Tensor:
+        """See `AttendingBatch.attend`."""
+        return self._batch.attend(module, *tensors, **settings)
 
 
 class AttentionBackend(Protocol):

@@ -21,6 +21,7 @@ from ...dispatch.budgets.step_kinds import KINDS
 from ...graphs.plan import CaptureEntry
 from ..model.spec import AttentionShape
 from ..scheduling.inputs import StepInputs
+from .flashinfer_writes import KvWriter, StepWriter
 from .kv_cache import PADDING_BLOCK, KvCache
 from .paged import layer_index
 
@@ -123,6 +124,7 @@ class FlashInferAttention:
         self._num_ctas = 2 * torch.cuda.get_device_properties(device).multi_processor_count
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._planned = torch.cuda.Event()
+        self._writer = KvWriter(cache, device)
         self._groups: dict[AttentionShape, _Group] = {shape: _Group(shape) for shape in shapes}
         self._group_of_layer = [self._groups[shape] for shape in shapes]
 
@@ -170,14 +172,15 @@ class FlashInferAttention:
 
     def batch(self, inputs: StepInputs, entry: CaptureEntry | None, slots_T: torch.Tensor) -> "FlashInferBatch":
         """What the attention layers of one step call; plans eager steps here."""
+        writes = self._writer.of_step(slots_T)
         if entry is not None:
             wrappers = [group.graphs[entry] for group in self._group_of_layer]  # planned by `prepare`
             return FlashInferBatch(
-                self._cache, slots_T, wrappers, has_rows_of_none=KINDS[entry.kind].serves == "prefill"
+                self._cache, writes, wrappers, has_rows_of_none=KINDS[entry.kind].serves == "prefill"
             )
         lens = inputs.query_lens.tolist()
         if not lens:
-            return FlashInferBatch(self._cache, slots_T, None)
+            return FlashInferBatch(self._cache, writes, None)
         self._wait_for_last_plan()
         pages = self._pages((inputs.context_lens + inputs.query_lens).numpy(), inputs.block_tables.numpy())
         queries = _offsets(inputs.query_lens.numpy())
@@ -187,7 +190,7 @@ class FlashInferAttention:
                 group.eager = self._prefill_wrapper(group.shape, backend=backend)
             self._plan_prefill(group.eager, group.shape, queries, pages)
         self._planned.record()
-        return FlashInferBatch(self._cache, slots_T, [group.eager for group in self._group_of_layer])
+        return FlashInferBatch(self._cache, writes, [group.eager for group in self._group_of_layer])
 
     def _plan_graph_prefill(
         self, wrapper: Any, shape: AttentionShape, num_rows: int, queries: torch.Tensor, pages: _Pages
@@ -301,16 +304,14 @@ class FlashInferBatch:
 
     Args:
         cache: keys and values.
-        slots_T: slot of each row's key and value.
+        writes: each row's key and value to its slot.
         wrappers: planned, one a layer; `None` where no row attends to anything (an idle rank's dummy step).
         has_rows_of_none: whether there may be rows, behind the others, that are no request's; they come out as zero.
     """
 
-    def __init__(
-        self, cache: KvCache, slots_T: torch.Tensor, wrappers: list[Any] | None, has_rows_of_none: bool = False
-    ):
+    def __init__(self, cache: KvCache, writes: StepWriter, wrappers: list[Any] | None, has_rows_of_none: bool = False):
         self._cache = cache
-        self._slots_T = slots_T
+        self._writes = writes
         self._wrappers = wrappers
         self._has_rows_of_none = has_rows_of_none
 
@@ -326,7 +327,7 @@ class FlashInferBatch:
     ) -> torch.Tensor:
         """`[1, Hq, T, D]`, `[1, Hkv, T, D]`, `[1, Hkv, T, D]` -> `[1, T, Hq, D]`; what is added is written first."""
         layer = layer_index(module)
-        self._cache.write(layer, self._slots_T, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        self._writes.write(layer, key, value)
         if self._wrappers is None:
             return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
         # The kernel of a layer with sinks takes them, and the scale, where it runs rather than where it is planned.

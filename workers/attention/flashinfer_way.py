@@ -43,6 +43,15 @@ class FlashInferWay(AttentionWay):
         return f"records no {entry.kind} graphs on GPUs: their attention is not planned for graphs yet"
 
     @classmethod
+    def said(cls, config: RankConfig, layer: int) -> str:
+        from .flashinfer_writes import appends_in_one_kernel
+
+        in_one = (
+            ", keys and values written in one kernel" if appends_in_one_kernel(config.spec.attention[layer]) else ""
+        )
+        return f"attention by FlashInfer{in_one}"
+
+    @classmethod
     def kernel_modules(cls, config: RankConfig) -> list[tuple[str, Any]]:
         from ..kernels.attention_modules import attention_modules
 

@@ -82,6 +82,7 @@ def measured_blocks(
     config: RankConfig,
     model: PreTrainedModel,
     exchange: MoeExchange,
+    layers: str,
     agreement: Agreement,
     host_group: dist.ProcessGroup,
     device: torch.device,
@@ -92,6 +93,7 @@ def measured_blocks(
         config: equal on every rank; its `gpu_memory_utilization` is set.
         model: of this rank, on its device.
         exchange: that its experts are bound to, with the path that it will keep.
+        layers: what runs in its layers, for what ranks compare.
         agreement: of all ranks.
         host_group: a Gloo group of all ranks.
         device: of this rank.
@@ -100,7 +102,7 @@ def measured_blocks(
         ConfigError: on every rank alike; see `blocks_for_all`.
     """
     target = make_target(config, model, exchange, 1, device)
-    state = StateReader(config, exchange.path, LockstepRank(exchange.rank, {}, lambda _: None))
+    state = StateReader(config, exchange.path, layers, LockstepRank(exchange.rank, {}, lambda _: None))
     reading, step_bytes = read_memory(partial(run_largest_step, config, target, agreement, state), device)
     entries = recorded_entries(config)
     attention_bytes = target.attention.graph_bytes(entries)

@@ -66,6 +66,11 @@ class AttentionWay(ABC):
         return config.spec.kv_bytes_per_token
 
     @classmethod
+    def said(cls, config: RankConfig, layer: int) -> str:
+        """What attends in a layer, for people."""
+        return f"attention by PyTorch ({cls.kind})"
+
+    @classmethod
     def planned(cls, config: RankConfig) -> list[PlannedBuffer]:
         """What it allocates beside the cache and is not measured at start, by the same arithmetic as `make`."""
         return []

@@ -10,14 +10,19 @@ from ..attention.flashinfer_attention import (
     has_decode_wrapper,
     sink_options,
 )
+from ..attention.flashinfer_writes import appends_in_one_kernel
 from ..model.spec import AttentionShape
 from ..rank_config import RankConfig
 
 
 def attention_modules(config: RankConfig) -> Iterator[tuple[str, Any]]:
     """Specifications of the modules, each with a label for people; one may come more than once."""
+    from flashinfer.page import gen_page_module
+
     spec = config.spec
     dtype = getattr(torch, spec.dtype)
+    if any(map(appends_in_one_kernel, spec.attention)):
+        yield "writing keys and values", gen_page_module()
     for shape in dict.fromkeys(spec.attention):
         if shape.has_sinks:
             yield "attention with sinks", _sink_spec(shape, dtype)

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from ...dispatch.budgets.geometry import StepGeometry
 from ...dispatch.moe import MoeExchange
 from ...graphs.plan import CaptureEntry
-from ..attention.backend import AttentionBackend, PagedCache
+from ..attention.backend import AttentionBackend, PagedCache, StepAttention
 from ..scheduling.inputs import StepInputs
 
 
@@ -59,13 +59,15 @@ class TargetModel:
         inputs = inputs.to(self.device)
         paged = self.attention.batch(host_inputs, entry, inputs.slots)
         self._exchange.begin_step(geometry, inputs.num_valid_tokens)
+        # Compiled code is made for tensors of inference mode; views of a graph's buffers are none.
+        positions_T = inputs.positions.clone()
         # `paged` comes back in `_paged_attention` (attention/paged.py), the experts' turn is in dispatch/moe.py.
         output = self.model(
             input_ids=inputs.input_ids.unsqueeze(0),
-            position_ids=inputs.positions.unsqueeze(0),
+            position_ids=positions_T.unsqueeze(0),
             use_cache=False,
             logits_to_keep=inputs.due_rows,
-            paged=paged,
+            paged=StepAttention(paged),
         )
         return output.logits[0]
 

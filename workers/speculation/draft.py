@@ -16,6 +16,7 @@ from ...dispatch.budgets.geometry import StepGeometry
 from ...dispatch.budgets.step_kinds import num_draft_layers
 from ...dispatch.moe import MoeExchange
 from ...graphs.plan import CaptureEntry
+from ..attention.backend import StepAttention
 from ..attention.kv_cache import KvCache
 from ..attention.paged import AttendingRows, PagedBatch, attending_requests
 from ..model.spec import ModelSpec
@@ -135,7 +136,7 @@ class DraftModel:
             position_ids=position_ids,
             position_embeddings=self._rotary(states, position_ids),
             use_cache=False,
-            paged=paged,
+            paged=StepAttention(paged),
         )
         return cast(torch.Tensor, output)[0]
 

@@ -15,6 +15,8 @@ from ...graphs.lockstep import LockstepRank
 from ..agreement import Agreement, StateReader
 from ..attention.kv_cache import BlockAllocator
 from ..attention.kv_sizing import make_target, measured_blocks
+from ..compiled.layers import settle_layers
+from ..compiled.said import said_of_layers
 from ..executor import StepExecutor
 from ..graph_set import RecordingMeans, make_backend, make_graphs
 from ..mailbox import Inbox, Outbox
@@ -44,6 +46,7 @@ class LoadedRank:
     Attributes:
         config: of the rank, with the number of KV blocks that ranks agreed on; equal on every rank.
         draft: its draft model; `None` without speculation.
+        layers: what runs in its layers beside attention and experts; equal on every rank.
         graphs: its graphs, none at first.
         expert_load: what its MoE layers count into; `None` where they do not.
         loop: its step loop.
@@ -51,6 +54,7 @@ class LoadedRank:
 
     config: RankConfig
     draft: DraftModel | None
+    layers: str
     graphs: LockstepRank
     expert_load: ExpertLoad | None
     loop: StepLoop
@@ -84,17 +88,20 @@ def load(
     own_experts = expert_bytes(model)
     dense_bytes = sum(parameter.nbytes for parameter in model.parameters()) - own_experts
     hosts = HostGroup(joined.host_group, rank)
+    layers = settle_layers(config, model, exchange, hosts, device)
     check = path_check(config, hosts, exchange.path, device)
     settled = PathSelection(config, maker, hosts, make_backend(device), check).settle(model, exchange)
     exchange.path = path = settled.path
     agreement = Agreement(joined.host_group, layout)
     if config.gpu_memory_utilization is not None:
-        num_blocks = measured_blocks(config, model, exchange, agreement, joined.host_group, device)
+        num_blocks = measured_blocks(config, model, exchange, layers.held, agreement, joined.host_group, device)
         config = msgspec.structs.replace(config, num_blocks=num_blocks, gpu_memory_utilization=None)
     target = make_target(config, model, exchange, config.num_blocks, device)
     draft = make_draft(config, target, exchange, device)
     allocator = BlockAllocator(config.num_blocks, config.block_size)
-    graphs = make_graphs(config, target, draft, exchange, RecordingMeans(config, allocator, path, device))
+    graphs = make_graphs(
+        config, target, draft, exchange, RecordingMeans(config, allocator, path, device), layers.greedy
+    )
     expert_load = _expert_load(config, joined, exchange)
     scheduler = _scheduler(config, allocator)
     sharing = joined.sharing
@@ -103,7 +110,7 @@ def load(
         sharing,
         scheduler,
         agreement,
-        StateReader(config, path, graphs),
+        StateReader(config, path, layers.held, graphs),
         StepExecutor(target, graphs, sharing),
         inbox,
         StepReporter(sharing, scheduler, outbox, config.worker.overlaps, trace, expert_load),
@@ -119,10 +126,11 @@ def load(
         load_seconds=load_seconds,
         peak_memory_before=peak_before,
         peak_memory=peak_after,
+        layers=(*layers.said, *said_of_layers(config, model, path)),
         experts=settled.lines,
         files=files,
     )
-    return LoadedRank(config, draft, graphs, expert_load, loop), report
+    return LoadedRank(config, draft, layers.held, graphs, expert_load, loop), report
 
 
 def _scheduler(config: RankConfig, allocator: BlockAllocator) -> Scheduler:

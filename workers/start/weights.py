@@ -1,15 +1,19 @@
 """This rank's share of a model's weights, on its device."""
 
+import importlib.util
+import logging
+
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 from ...dispatch.moe import MoeExchange
-from ..kernels.fused_layers import fuse_layers
-from ..kernels.fused_norms import fuse_norms
+from ..kernels.routers import fuse_routers
 from ..model.checkpoint import load_sharded_model
 from ..model.random_weights import make_random_model
 from ..rank_config import RankConfig, ReadFile
+
+logger = logging.getLogger(__name__)
 
 
 def read_weights(
@@ -24,8 +28,8 @@ def read_weights(
     else:
         on_host, files = load_sharded_model(spec, exchange, mesh["ep"], mesh["tp"])
         model = on_host.to(device)
-    if device.type == "cuda":
-        dtype = getattr(torch, spec.dtype)
-        fuse_norms(model, dtype)
-        fuse_layers(model, dtype)
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        logger.warning("the choice of experts stays many small kernels: Triton is not installed")
+    elif device.type == "cuda":
+        logger.info("%d routers choose in one kernel", fuse_routers(model, getattr(torch, spec.dtype)))
     return model, files

@@ -196,7 +196,7 @@ def largest_step_on_a_bare_cache(engine: RankEngine, faulty_rank: int | None) ->
     target.cache, target.attention = bare, make_attention(config, target.model, bare, engine.device)
     if engine.rank == faulty_rank:
         config = msgspec.structs.replace(config, num_blocks=config.num_blocks + 1)
-    state = StateReader(config, path_of(engine), LockstepRank(engine.rank, {}, lambda _: None))
+    state = StateReader(config, path_of(engine), engine.loaded.layers, LockstepRank(engine.rank, {}, lambda _: None))
     agreement = Agreement(engine.joined.host_group, config.layout)
     drawn = []
 

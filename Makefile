@@ -31,7 +31,7 @@ test: install  ## the whole suite but for what the targets below hold
 
 test-kernels: $(KERNELS)/.installed  ## Triton kernels in its interpreter, against plain PyTorch; `test` skips them
 	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/$(KERNELS) $(BIN)/python -m pytest tests/workers/kernels/test_routers.py \
-		tests/dispatch/test_routing_kernels.py tests/dispatch/test_triton_gemm.py
+		tests/dispatch/test_routing_kernels.py tests/dispatch/test_triton_gemm.py tests/dispatch/test_triton_experts.py
 
 $(KERNELS)/.installed: $(VENV)/.installed
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(KERNELS) $$($(BIN)/python -c '$(PRINT_KERNELS)')

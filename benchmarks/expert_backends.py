@@ -164,14 +164,14 @@ def main(
         click.echo(f"{kind} prepared in {took:.1f} s: {backend.tuning}")
         if kind == "triton" and candidates:
             for count in rows:
-                show_candidates(backend, count)
+                show_candidates(backend, layers[0], count)
         del backend
         torch.cuda.empty_cache()
 
 
-def show_candidates(backend: Any, num_rows: int) -> None:
+def show_candidates(backend: Any, layer: MoeLayer, num_rows: int) -> None:
     with torch.inference_mode(False):
-        times, around = backend.measured(next(iter(backend._layers.values())), num_rows)
+        times, around = backend.candidate_times(layer, num_rows)
     for launch, found in times.items():
         for tile, took in sorted(found.items(), key=lambda one: one[1]):
             click.echo(f"  {num_rows} rows, {launch}: {tile} {1e3 * took:.1f} us")

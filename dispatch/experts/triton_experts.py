@@ -8,8 +8,13 @@ while a pool lives: every sum has one order, given by rows, slots and tiles, and
 Triton is imported with this module: only a rank that uses it imports it.
 """
 
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
+
+import torch
 
 from ..moe_layer import MoeLayer
 from .pairs.tile_table import fastest, milliseconds, timed
@@ -17,6 +22,8 @@ from .pairs.triton_gemm import TritonTile, down_by_row, gate_up_by_slot, sorted_
 from .pairs.triton_tuning import TUNED_ROWS, by_slot_tiles, num_routings, sorted_tiles
 from .pairs.tuned_experts import Adopted, Routed, TunedExperts
 from .triton_way import refuse_experts
+
+_COMPILERS = 8
 
 Times = dict[str, dict[TritonTile, float]]
 """Milliseconds of each launch with each of its candidates."""
@@ -59,7 +66,7 @@ class TritonExperts(TunedExperts[TritonTile]):
             down_by_row(hidden_PI, down_EHI, ids_RK, weights_RK, routed.first_expert, routed.y_RH, tile)
 
     def _tune(self, layer: Adopted, num_rows: int) -> tuple[TritonTile, TritonTile]:
-        times, around = self.measured(layer, num_rows)
+        times, around = self._times(layer, num_rows)
         sums = {
             names: sum(min(times[name].values()) for name in names) + extra
             for names, extra in (((GATE_UP_BY_SLOT, DOWN_BY_ROW), 0.0), ((GATE_UP_SORTED, DOWN_SORTED), around))
@@ -69,7 +76,11 @@ class TritonExperts(TunedExperts[TritonTile]):
         first, second = (fastest(times[name], "experts='triton'") for name in names)
         return first, second
 
-    def measured(self, layer: Adopted, num_rows: int) -> tuple[Times, float]:
+    def candidate_times(self, layer: MoeLayer, num_rows: int) -> tuple[Times, float]:
+        """What tiles are chosen by, for so many rows of a layer that has been adopted; see `_times`."""
+        return self._times(self._layers[layer.index], num_rows)
+
+    def _times(self, layer: Adopted, num_rows: int) -> tuple[Times, float]:
         """Milliseconds of every candidate on rows routed at random, and those of sort and sum.
 
         Each launch that is measured meets other rows, routed otherwise: few rows of the same experts again would find
@@ -82,6 +93,8 @@ class TritonExperts(TunedExperts[TritonTile]):
         by_slot = by_slot_tiles(num_rows * shape.top_k if fits else None)
         by_pair = sorted_tiles(num_rows * shape.top_k / shape.num_experts)
         gate_up, down = partial(self._gate_up, layer), partial(self._down, layer)
+        for launch, tiles in ((gate_up, by_slot[0]), (down, by_slot[1]), (gate_up, by_pair[0]), (down, by_pair[1])):
+            self._compile(partial(launch, batches[0]), tiles)
         times = {
             GATE_UP_BY_SLOT: _timed(by_slot[0], batches, gate_up),
             DOWN_BY_ROW: _timed(by_slot[1], batches, down),
@@ -89,6 +102,18 @@ class TritonExperts(TunedExperts[TritonTile]):
             DOWN_SORTED: _timed(by_pair[1], batches, down),
         }
         return times, milliseconds([partial(self._sort_and_sum, layer, batch) for batch in batches])
+
+    def _compile(self, launch: Callable[[TritonTile], None], tiles: Sequence[TritonTile]) -> None:
+        """Have kernels compiled side by side; what fails here fails again where it is timed, and is said there."""
+
+        def attempt(tile: TritonTile) -> None:
+            with suppress(Exception), torch.cuda.device(self._device):
+                launch(tile)
+
+        with ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1)) as threads:
+            # One alone, and then all: the first launch of a kernel makes what Triton keeps for it.
+            for part in (tiles[:1], tiles[1:]):
+                list(threads.map(attempt, part))
 
     def _sort_and_sum(self, layer: Adopted, routed: Routed) -> None:
         self._sort(layer, routed)

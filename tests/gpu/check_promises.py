@@ -19,7 +19,7 @@ from expert_pool.workers.compiled.regions import graphs_so_far
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.rank_config import RankConfig
 from harness import save_config, say
-from plain_loop import _KeptInputs, _run_loop, record_what_all_can
+from plain_loop import KeptInputs, run_loop, record_what_all_can
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
 from handle import graphs_of, take
@@ -44,8 +44,8 @@ def rank_config(folder: str, num_layers: int, is_compiled: bool) -> RankConfig:
 
 def kernels_of_a_step(engine: RankEngine, num_layers: int) -> dict[str, float]:
     """How often each layer launches each kernel in a replayed decode step of the most requests."""
-    kept = _KeptInputs(engine, NEW_TOKENS)
-    _run_loop(engine, REQUESTS, NEW_TOKENS)
+    kept = KeptInputs(engine, NEW_TOKENS)
+    run_loop(engine, REQUESTS, NEW_TOKENS)
     kept.stop()
     runner = engine.graphs.runners["decode"]
     entry, values, on_host = kept.steps[-1]

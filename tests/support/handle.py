@@ -382,6 +382,11 @@ def words_of(link: Any, name: str, count: int) -> list[int]:
     return link._rank_bytes[offset : offset + 4 * count].view(torch.int32).cpu().tolist()
 
 
+def tile_tables_of(backend: Any) -> dict[str, Any]:
+    """Of experts over sorted pairs: the tiles that they have taken, by the shape of layers."""
+    return dict(backend._tables)
+
+
 def grouped_gemms_of(backend: Any, layer: Any, x: torch.Tensor) -> tuple[Any, Any, Any]:
     """Of QuACK's experts: views for these rows, and both GEMMs of a layer as calls without arguments."""
     from expert_pool.dispatch.experts.pairs.tuned_experts import Routed

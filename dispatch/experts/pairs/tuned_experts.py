@@ -73,6 +73,7 @@ class TunedExperts(ABC, Generic[Tile]):
 
     def __init__(self, budget: PairBudget, device: torch.device, dtype: torch.dtype = torch.bfloat16):
         self._device = device
+        self._on_gpu = device.type == "cuda"  # elsewhere kernels are interpreted
         self._dtype = dtype
         self._buffers = PairBuffers(budget, device, dtype)
         self._layers: dict[int, Adopted] = {}
@@ -98,7 +99,8 @@ class TunedExperts(ABC, Generic[Tile]):
             for num_rows in self._tables[key].num_rows:
                 # A first run compiles on the ranks that tuned nothing.
                 self._compute(layer, self._random_rows(layer, num_rows), self._tables[key].tiles_for(num_rows))
-        torch.cuda.synchronize(self._device)
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
         self.tuning = self._describe_tiles()  # read in every step
 
     def run(self, layer: MoeLayer, dispatched: Dispatched) -> torch.Tensor:
@@ -197,7 +199,7 @@ class TunedExperts(ABC, Generic[Tile]):
         seen = (layer.key, num_rows, row_stride, dispatched.expert_ids_RK.dtype)
         if seen in self._compiled:
             return
-        if torch.cuda.is_current_stream_capturing():
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
             raise GeometryError(
                 f"a step with {num_rows} rows at the experts is recorded before it was run once: its kernels would be "
                 "compiled inside the recording"

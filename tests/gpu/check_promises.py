@@ -19,7 +19,7 @@ from expert_pool.workers.compiled.regions import graphs_so_far
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.rank_config import RankConfig
 from harness import save_config, say
-from plain_loop import KeptInputs, run_loop, record_what_all_can
+from plain_loop import KeptInputs, record_what_all_can, run_loop
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
 from handle import graphs_of, take

@@ -69,6 +69,7 @@ class PathCheck:
         """Compute rows of this layer, which the path has adopted, both ways; collective over all ranks.
 
         The first DP rank brings the largest batch that the path holds, the others fewer tokens, as in an uneven step.
+        Then each brings one token, since kernels take other tiles and other launches for few rows.
 
         Args:
             path: that is checked.
@@ -80,7 +81,11 @@ class PathCheck:
             PeerGaveUp: another rank failed on the way.
         """
         largest = min(path.held.capacity, self._num_tokens)
-        counts = tuple(largest if rank == 0 else 1 + 37 * rank % largest for rank in range(self._layout.dp_size))
+        uneven = tuple(largest if rank == 0 else 1 + 37 * rank % largest for rank in range(self._layout.dp_size))
+        for counts in dict.fromkeys((uneven, (1,) * self._layout.dp_size)):
+            self._require_right(path, layer, label, counts)
+
+    def _require_right(self, path: ExpertPath, layer: MoeLayer, label: str, counts: tuple[int, ...]) -> None:
         rows = self._rows_of(layer, counts)
         self._group.meet()  # a rank that has failed so far never comes to what follows
         expected_TH, found_TH = (self._computed(one, layer, rows, counts) for one in (self._reference, path))

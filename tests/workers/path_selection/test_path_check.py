@@ -109,6 +109,26 @@ def test_a_path_with_one_wrong_row_is_dropped_on_all(rank_set):
         )
 
 
+def wrong_for_one_row(engine: RankEngine) -> tuple[str, ...]:
+    """A path that is right for many rows, as a kernel is that has another launch for few."""
+    combine = AllToAllDispatcher.combine
+
+    def doubled(dispatcher: AllToAllDispatcher, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        y_TH = combine(dispatcher, y_RH, dispatched)
+        return 2 * y_TH if max(dispatched.geometry.num_rows_per_rank) == 1 else y_TH
+
+    with replaced(AllToAllDispatcher, "combine", doubled):
+        return choose_again(engine).lines
+
+
+def test_a_path_that_is_wrong_for_one_row_alone_is_dropped_on_all(rank_set):
+    for lines in rank_set.call(wrong_for_one_row):
+        assert any(
+            line.startswith("alltoall+torch dropped on all ranks: ") and " with a relative error of 1 to the" in line
+            for line in lines
+        ), lines
+
+
 def without_memory_for_rows(engine: RankEngine, user: ModuleType, faulty_rank: int) -> tuple[str, ...]:
     """One rank fails where it makes its rows; what follows is an exchange."""
 

@@ -11,6 +11,11 @@ TITLES = {"decode": "decode step, {requests} a rank, ms", "prefill": "prefill, t
 TITLES["start"] = "start, s"
 
 
+def _said(value: float) -> str:
+    """As the table has it."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
+
+
 class Comparison:
     """Values by row and side.
 
@@ -65,7 +70,7 @@ class Comparison:
             for index, side in enumerate(self.sides):
                 places = [place + index * width for place in range(len(titles))]
                 heights = [self.values[title].get(side, float("nan")) for title in titles]
-                axes.bar_label(axes.bar(places, heights, width, label=side), fmt="{:,.3g}", fontsize=7)
+                axes.bar_label(axes.bar(places, heights, width, label=side), fmt=_said, fontsize=7)
             labels = [title.rsplit(",", 1)[0].removeprefix("decode step, ") for title in titles]
             axes.set_xticks([place + width * (len(self.sides) - 1) / 2 for place in range(len(titles))], labels)
             axes.set_title("decode step" if titles is steps else "rates")

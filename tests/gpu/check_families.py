@@ -1,6 +1,7 @@
 """Every family on two GPUs against Transformers on one, teacher-forced: logits of all positions, eager and replayed.
 
     python tests/gpu/check_families.py                        six models over `flashinfer`
+    python tests/gpu/check_families.py --ranks 1 --dispatch auto    on one GPU: what is compiled, and the local ways
     python tests/gpu/check_families.py --margins --device cpu Transformers alone: what the checkpoints can show
 
 Two plain processes a model, each with one GPU, run the engine that a pool's ranks run, without Ray: all but the last
@@ -29,7 +30,6 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(REPOSITORY / "tests" / "support"))
 
 NUM_SEQUENCES, LONGEST = 64, 200
-REPLAYED_BATCH = 32
 STEP_TOKENS = 512
 
 COMMON = {"vocab_size": 1024, "hidden_size": 256, "initializer_range": 0.06, "max_position_embeddings": 512}
@@ -70,20 +70,21 @@ def checkpoint(name: str, folder: str, is_plain: bool) -> str:
     return f"{folder}/{name}"
 
 
-def rank_config(path: str, dispatch: str, attention: str, device: str) -> Any:
+def rank_config(path: str, ranks: int, dispatch: str, attention: str, device: str) -> Any:
     from expert_pool.cluster import CacheConfig, Limits, PoolConfig, WorkerConfig
     from expert_pool.cluster.config import resolve
     from expert_pool.workers.model.inspection import inspect_model
 
+    replayed = -(-NUM_SEQUENCES // ranks)
     config = PoolConfig(
         model=path,
-        ranks=2,
+        ranks=ranks,
         dtype="bfloat16",
         dispatch=dispatch,
         limits=Limits(
             chunked_prefill_size=STEP_TOKENS,
-            max_running_requests=REPLAYED_BATCH,
-            cuda_graph_bs=(1, REPLAYED_BATCH),
+            max_running_requests=replayed,
+            cuda_graph_bs=(1, replayed),
         ),
         cache=CacheConfig(num_tokens=16384),
         worker=WorkerConfig(device=device, attention=attention, step_timeout_s=120),
@@ -148,6 +149,7 @@ def run_all(started: list[Any], held_against: dict[str, Any], deadline: float, s
 
 @click.command()
 @click.option("--family", "families", multiple=True, help="All five and tiny_moe, unless given.")
+@click.option("--ranks", type=click.IntRange(min=1), default=2, show_default=True, help="1 takes --dispatch auto.")
 @click.option("--dispatch", default="flashinfer", show_default=True)
 @click.option("--attention", "attentions", multiple=True, default=("auto",), show_default=True, help="auto, torch.")
 @click.option("--device", default="cuda", show_default=True, help="cpu tries the script itself, with --dispatch auto.")
@@ -155,7 +157,7 @@ def run_all(started: list[Any], held_against: dict[str, Any], deadline: float, s
 @click.option("--margins", is_flag=True, help="Transformers alone: flips, shares of the parts, a swapped pair.")
 @click.option("--count", default=12, show_default=True, help="Sequences for --margins.")
 @click.option("--deadline", default=280.0, show_default=True, help="Seconds after which what is left counts as failed.")
-def main(families: tuple[str, ...], dispatch: str, attentions: tuple[str, ...], **options: Any) -> None:
+def main(families: tuple[str, ...], ranks: int, dispatch: str, attentions: tuple[str, ...], **options: Any) -> None:
     """Run every family with every attention, and print one table; exits with 1 where a bound is exceeded."""
     from family_ranks import start_ranks
     from family_reference import COLUMNS, ELSEWHERE_BOUND, MARGIN_COLUMNS, RELATIVE_BOUND, SAME_BOUND, TIE, margins
@@ -181,11 +183,11 @@ def main(families: tuple[str, ...], dispatch: str, attentions: tuple[str, ...], 
         started = []
         for name in reversed(names):
             for attention in attentions:
-                config = rank_config(paths[name], dispatch, attention, device)
+                config = rank_config(paths[name], ranks, dispatch, attention, device)
                 batch = sequences(config.spec.vocab_size)
                 batches = [batch[rank :: config.layout.world_size] for rank in range(config.layout.world_size)]
                 started.append(start_ranks(f"{name}, {attention}", config, batches))
-        say(f"{len(started)} x 2 ranks started")
+        say(f"{len(started)} x {ranks} ranks started")
         rows = run_all(started[::-1], references(paths, device, say), deadline, say)
     show(f"{NUM_SEQUENCES} sequences, bfloat16, dispatch {dispatch}, against Transformers", [COLUMNS, *rows])
     print(

@@ -7,7 +7,7 @@ from expert_pool.workers.compiled.said import COMPILED, ONE_CHOICE
 SHARED = "q_proj+k_proj+v_proj as one GEMM"
 WRITTEN = "keys and values written in one kernel"
 KINDS = ("decode", "piecewise")
-MOST_KERNELS = 16
+MOST_KERNELS = 17  # of 64 requests; docs/gpu-results.md lists them
 # Kernels that the compiled regions, FlashInfer and the routing kernels replace: PyTorch's own of these names.
 REPLACED = ("index_copy", "CatArrayBatchedCopy", "softmax", "TopK", "Sort", "rsqrt", "layer_norm")
 
@@ -45,9 +45,9 @@ def broken_promises(
             yield f"{kind} graphs are promised, and only these were recorded: {', '.join(recorded) or 'none'}"
     if compiled_since:
         yield f"{compiled_since} regions were compiled after the rank had loaded"
-    if sum(kernels.values()) > MOST_KERNELS:
-        yield f"a layer launches {sum(kernels.values()):.1f} kernels a step, at most {MOST_KERNELS} are promised"
-    for name, count in kernels.items():
-        is_replaced = any(part in name for part in REPLACED) and not name.startswith("triton_")
-        if is_replaced and count >= 1 / 2:
+    a_layer = {name: count for name, count in kernels.items() if count >= 1 / 2}  # not those of a step's begin and end
+    if sum(map(round, a_layer.values())) > MOST_KERNELS:
+        yield f"a layer launches {sum(map(round, a_layer.values()))} kernels a step, at most {MOST_KERNELS} are promised"
+    for name, count in a_layer.items():
+        if any(part in name for part in REPLACED) and not name.startswith("triton_"):
             yield f"a layer still launches {count:.1f} of {name:.100}"

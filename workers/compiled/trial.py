@@ -33,7 +33,9 @@ class TrialBatch:
         groups = query.shape[1] // key.shape[1]
         keys, values = (one.repeat_interleave(groups, dim=1) for one in (key, value))
         scores = scaling * (query.float() * keys.float()).sum(-1, keepdim=True)
-        return (values * torch.sigmoid(scores).to(values.dtype)).transpose(1, 2).contiguous()  # as attention gives it
+        attended = (values * torch.sigmoid(scores).to(values.dtype)).transpose(1, 2)
+        # Strides as attention gives them, also of one token, whose rows would count as contiguous with any.
+        return torch.empty(attended.shape, dtype=attended.dtype, device=attended.device).copy_(attended)
 
 
 def trial_experts(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:

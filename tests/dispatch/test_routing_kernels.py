@@ -76,18 +76,39 @@ def test_pairs_are_sorted_by_expert_and_summed_by_row(num_rows, top_k, num_exper
         check(x_RH, ids_RK, weights_RK, first, num_local)
 
 
-def test_more_slots_than_one_block_holds_are_sorted_alike():
+@pytest.mark.parametrize(
+    ("num_rows", "first", "num_local"),
+    [
+        pytest.param(512, 8, 4, id="as many slots as a block holds"),
+        pytest.param(513, 0, 32, id="one row more, all experts"),
+        pytest.param(1100, 8, 4, id="three blocks"),
+        pytest.param(8200, 27, 5, id="more blocks than are counted at once"),
+    ],
+)
+def test_slots_of_several_blocks_are_sorted_alike(num_rows, first, num_local):
     generator = torch.Generator().manual_seed(9)
-    ids_RK = distinct_ids(1100, 8, 32, generator)
+    packed = torch.full((num_rows, 11), 7, dtype=torch.int32)
+    packed[:, 2:10] = torch.rand(num_rows, 32, generator=generator).topk(8, dim=1).indices
+    packed[5::7, 2:6] = torch.tensor([-1, 2**31 - 1, -(2**31), 10**9], dtype=torch.int32)
+    ids_RK = packed[:, 2:10]
     position_RK = torch.full(ids_RK.shape, CANARY, dtype=torch.int32)
-    offsets, source_row = torch.zeros(5, dtype=torch.int32), torch.zeros(4400, dtype=torch.int32)
-    sort_pairs(ids_RK, 8, 4, offsets, source_row, position_RK)
-    expected = [[row for row, ids in enumerate(ids_RK.tolist()) if expert in ids] for expert in range(8, 12)]
+    offsets, source_row = torch.zeros(num_local + 1, dtype=torch.int32), torch.zeros(num_rows * 8, dtype=torch.int32)
+    sort_pairs(ids_RK, first, num_local, offsets, source_row, position_RK)
+    expected = [(ids_RK == expert).any(dim=1).nonzero()[:, 0] for expert in range(first, first + num_local)]
+    assert offsets[0] == 0
     assert offsets.diff().tolist() == [len(rows) for rows in expected]
-    assert source_row[: offsets[-1]].tolist() == [row for rows in expected for row in rows]
-    here = (ids_RK >= 8) & (ids_RK < 12)
+    assert torch.equal(source_row[: offsets[-1]].long(), torch.cat(expected))
+    here = (ids_RK >= first) & (ids_RK < first + num_local)
     assert torch.equal(source_row[position_RK[here].long()].long(), here.nonzero()[:, 0])
     assert (position_RK[~here] == CANARY).all()
+
+
+def test_repeated_ids_of_several_blocks_beyond_the_bound_are_dropped():
+    ids_RK = torch.zeros(1100, 8, dtype=torch.int32)
+    offsets, source_row, y_RH = run(torch.ones(1100, 8), ids_RK, torch.ones(1100, 8), 0, 2, torch.ones(2, 8), 4800)
+    assert offsets.tolist() == [0, 4800, 4800]
+    assert source_row.tolist() == [row for row in range(600) for _ in range(8)]
+    assert y_RH[:, 0].tolist() == [8.0] * 600 + [0.0] * 500
 
 
 def test_experts_without_pairs_and_one_with_all():

@@ -1,4 +1,4 @@
-"""The two Triton kernels around a grouped GEMM: sorting pairs by expert before it, the weighted sum of rows after it.
+"""The Triton kernels around a grouped GEMM: sorting pairs by expert before it, the weighted sum of rows after it.
 
 A pair is a slot `(row, k)` whose expert id is this rank's own. Pairs are sorted by expert, and within an expert by row
 and slot, so the order and with it every sum is the same in every run. Nothing is read back to the host, and rows
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 _SMALL_BLOCK, _LARGE_BLOCK = 512, 4096
+_BLOCKS_AT_ONCE = 16  # whose counts a program adds up in one go
 _LARGEST_HIDDEN_BLOCK = 1024
 
 
@@ -62,6 +63,81 @@ def _sort_pairs(  # type: ignore[no-untyped-def]
         tl.store(offsets_ptr + num_experts, end)
 
 
+@triton.jit(do_not_specialize=["num_rows", "first_expert"])
+def _count_pairs(  # type: ignore[no-untyped-def]
+    ids_ptr,
+    counts_ptr,
+    num_rows,
+    row_stride,
+    first_expert,
+    NUM_EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a block of slots: how many pairs of each expert it has, `[blocks, E]`."""
+    block = tl.program_id(0)
+    slot = block * BLOCK + tl.arange(0, BLOCK)
+    here = slot < num_rows * TOP_K
+    address = (slot // TOP_K).to(tl.int64) * row_stride + slot % TOP_K
+    place = tl.load(ids_ptr + address, mask=here, other=first_expert - 1) - first_expert
+    own = here & (place >= 0) & (place < NUM_EXPERTS)
+    # The bin behind the experts' takes what is not this rank's.
+    counts = tl.histogram(tl.where(own, place, NUM_EXPERTS).to(tl.int32), BINS)
+    expert = tl.arange(0, BINS)
+    tl.store(counts_ptr + block * NUM_EXPERTS + expert, counts, mask=expert < NUM_EXPERTS)
+
+
+@triton.jit(do_not_specialize=["num_rows", "first_expert", "num_blocks", "max_pairs"])
+def _place_pairs(  # type: ignore[no-untyped-def]
+    ids_ptr,
+    counts_ptr,
+    offsets_ptr,
+    source_row_ptr,
+    position_ptr,
+    num_rows,
+    row_stride,
+    first_expert,
+    num_blocks,
+    max_pairs,
+    NUM_EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS_AT_ONCE: tl.constexpr,
+):
+    """One program an expert and a block of slots: writes the expert's pairs of this block behind all that precede."""
+    expert = tl.program_id(0)
+    own_block = tl.program_id(1)
+    column = tl.arange(0, BINS)[None, :]
+    before = tl.zeros([BLOCKS_AT_ONCE, BINS], tl.int32)
+    total = tl.zeros([BLOCKS_AT_ONCE, BINS], tl.int32)
+    first = 0
+    while first < num_blocks:
+        block = first + tl.arange(0, BLOCKS_AT_ONCE)[:, None]
+        counted = tl.load(
+            counts_ptr + block * NUM_EXPERTS + column, mask=(block < num_blocks) & (column < NUM_EXPERTS), other=0
+        )
+        precedes = (column < expert) | ((column == expert) & (block < own_block))
+        before += tl.where(precedes, counted, 0)
+        total += counted
+        first += BLOCKS_AT_ONCE
+    start = tl.minimum(tl.sum(tl.sum(before, axis=1), axis=0), max_pairs)
+    if own_block == 0:
+        tl.store(offsets_ptr + expert, start)
+        if expert == NUM_EXPERTS - 1:
+            end = tl.minimum(tl.sum(tl.sum(total, axis=1), axis=0), max_pairs)
+            tl.store(offsets_ptr + NUM_EXPERTS, end)
+    slot = own_block * BLOCK + tl.arange(0, BLOCK)
+    here = slot < num_rows * TOP_K
+    address = (slot // TOP_K).to(tl.int64) * row_stride + slot % TOP_K
+    expert_id = tl.load(ids_ptr + address, mask=here, other=first_expert - 1)
+    own = (here & (expert_id == first_expert + expert)).to(tl.int32)
+    position = start + tl.cumsum(own, axis=0) - own
+    tl.store(source_row_ptr + position, slot // TOP_K, mask=(own != 0) & (position < max_pairs))
+    tl.store(position_ptr + slot, position, mask=own != 0)
+
+
 @triton.jit(do_not_specialize=["first_expert", "num_experts", "max_pairs"])
 def _weighted_sum(  # type: ignore[no-untyped-def]
     z_ptr,
@@ -103,7 +179,7 @@ def sort_pairs(
     source_row_P: torch.Tensor,
     position_RK: torch.Tensor,
 ) -> None:
-    """Sort the pairs of this rank's experts; one kernel, no value read back.
+    """Sort the pairs of this rank's experts; one kernel, two where slots are many, no value read back.
 
     Args:
         expert_ids_RK: `[R, K]` int32 or int64, rows of any stride; ids outside
@@ -116,6 +192,9 @@ def sort_pairs(
         position_RK: `[R * K]` int32 or more, written for this rank's pairs: where each stands in the sorted order.
     """
     num_rows, top_k = expert_ids_RK.shape
+    if num_rows * top_k > _LARGE_BLOCK:
+        _sort_by_blocks(expert_ids_RK, first_expert, num_local, offsets, source_row_P, position_RK)
+        return
     block = _SMALL_BLOCK if num_rows * top_k <= _SMALL_BLOCK else _LARGE_BLOCK
     _sort_pairs[(num_local,)](
         expert_ids_RK,
@@ -130,6 +209,36 @@ def sort_pairs(
         TOP_K=top_k,
         BLOCK=block,
         num_warps=4 if block == _SMALL_BLOCK else 8,
+    )
+
+
+def _sort_by_blocks(
+    expert_ids_RK: torch.Tensor,
+    first_expert: int,
+    num_local: int,
+    offsets: torch.Tensor,
+    source_row_P: torch.Tensor,
+    position_RK: torch.Tensor,
+) -> None:
+    """As `sort_pairs`: one kernel walks all slots once an expert, which takes as long as the GEMMs of few rows here."""
+    num_rows, top_k = expert_ids_RK.shape
+    num_blocks = triton.cdiv(num_rows * top_k, _LARGE_BLOCK)
+    counts = torch.empty(num_blocks, num_local, dtype=torch.int32, device=expert_ids_RK.device)
+    slots = (num_rows, expert_ids_RK.stride(0), first_expert)
+    bins = triton.next_power_of_2(num_local + 1)
+    sizes = {"NUM_EXPERTS": num_local, "BINS": bins, "TOP_K": top_k, "BLOCK": _LARGE_BLOCK, "num_warps": 8}
+    _count_pairs[(num_blocks,)](expert_ids_RK, counts, *slots, **sizes)
+    _place_pairs[(num_local, num_blocks)](
+        expert_ids_RK,
+        counts,
+        offsets,
+        source_row_P,
+        position_RK,
+        *slots,
+        num_blocks,
+        source_row_P.shape[0],
+        **sizes,
+        BLOCKS_AT_ONCE=_BLOCKS_AT_ONCE,
     )
 
 

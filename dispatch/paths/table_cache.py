@@ -12,7 +12,7 @@ from .tuning import TableRow
 
 # What a path, its home folder and its content may raise.
 _FILE_ERRORS = (OSError, RuntimeError, ValueError, msgspec.DecodeError)
-_LIBRARIES = ("torch", "flashinfer-python", "quack-kernels", "nvidia-cutlass-dsl")
+_LIBRARIES = ("torch", "triton", "flashinfer-python", "quack-kernels", "nvidia-cutlass-dsl")
 
 
 class _Found(msgspec.Struct):

@@ -28,6 +28,7 @@ from ...dispatch.registry import MEASURED, experts_for, fused_kinds, fused_of
 from ...dispatch.way import AS_LOADED
 from ...graphs.backend import CaptureBackend
 from ..rank_config import RankConfig
+from ..start.code_digest import code_digest, plugged_in_digest
 from .calibration import calibrate
 from .check import PathCheck
 from .layer_timer import LayerTimer
@@ -303,7 +304,9 @@ class PathSelection:
             f"{config.spec.dtype}, quantisation {config.quantisation}",
             f"rows {measured_rows(config.limits, config.layout, config.capacity)}",
             f"paths {', '.join(map(str, names))}",
-            f"within {config.tuning.max_bytes} bytes",
+            f"within {config.tuning.max_bytes} bytes, {config.tuning.repeats} repeats",
+            f"code {code_digest()}",  # a changed kernel has other times
+            f"plugins {', '.join(plugged_in_digest().splitlines())}",
         )
         return "; ".join(parts)
 

@@ -30,6 +30,7 @@ from expert_pool.workers.path_selection.calibration import calibrate
 from expert_pool.workers.path_selection.candidates import loading_path, path_check, path_maker
 from expert_pool.workers.path_selection.layer_timer import LayerTimer
 from expert_pool.workers.path_selection.selection import PathSelection, Settled
+from expert_pool.workers.start.code_digest import code_digest
 from handle import exchange_of, path_of, replaced, target_of
 from plain_ranks import ForkedRanks
 from rank_faults import OTHER_TABLE, other_table
@@ -171,6 +172,7 @@ def test_a_cached_table_is_taken_without_measuring(rank_set, tmp_path):
         assert f"from tuning.cache={file}" in line
     [(key, rows)] = msgspec.json.decode(Path(file).read_bytes()).items()
     assert "2 x 1 ranks; 3 x (8 x 64 x 32 top-2); float32" in key
+    assert f"code {code_digest()}; plugins " in key
     assert [row["rows"] for row in rows] == list(BUCKETS)
 
 

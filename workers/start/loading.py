@@ -88,10 +88,14 @@ def load(
     own_experts = expert_bytes(model)
     dense_bytes = sum(parameter.nbytes for parameter in model.parameters()) - own_experts
     hosts = HostGroup(joined.host_group, rank)
+    seconds = {"weights": load_seconds}
+    started = time.perf_counter()
     layers = settle_layers(config, model, exchange, hosts, device)
+    seconds["layers"], started = time.perf_counter() - started, time.perf_counter()
     check = path_check(config, hosts, exchange.path, device)
     settled = PathSelection(config, maker, hosts, make_backend(device), check).settle(model, exchange)
     exchange.path = path = settled.path
+    seconds["paths"], started = time.perf_counter() - started, time.perf_counter()
     agreement = Agreement(joined.host_group, layout)
     if config.gpu_memory_utilization is not None:
         num_blocks = measured_blocks(config, model, exchange, layers.held, agreement, joined.host_group, device)
@@ -102,6 +106,7 @@ def load(
     graphs = make_graphs(
         config, target, draft, exchange, RecordingMeans(config, allocator, path, device), layers.greedy
     )
+    seconds["cache and draft"] = time.perf_counter() - started
     expert_load = _expert_load(config, joined, exchange)
     scheduler = _scheduler(config, allocator)
     sharing = joined.sharing
@@ -115,7 +120,8 @@ def load(
         inbox,
         StepReporter(sharing, scheduler, outbox, config.worker.overlaps, trace, expert_load),
     )
-    logger.info("loaded in %.1f s, %d KV blocks, experts by %s", load_seconds, config.num_blocks, path.held.dispatcher)
+    stages = ", ".join(f"{stage} {took:.1f} s" for stage, took in seconds.items())
+    logger.info("loaded: %s; %d KV blocks, experts by %s", stages, config.num_blocks, path.held.dispatcher)
     report = LoadReport(
         rank=rank,
         dense_bytes=dense_bytes,

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .expert_path import MemberPath
     from .experts.backend import ExpertBackend
     from .moe_layer import MoeLayer
+    from .paths.kept_measurements import KeptMeasurements
     from .paths.tuning import Tuning
     from .probe import HostGroup
 
@@ -62,6 +63,7 @@ class RankParts:
         collectives: through which steps exchange.
         group: process group of all ranks.
         device: where rows are.
+        kept: what starts before measured; `None`: nothing is kept.
     """
 
     settings: PathSettings
@@ -69,6 +71,7 @@ class RankParts:
     collectives: Collectives
     group: dist.ProcessGroup
     device: torch.device
+    kept: KeptMeasurements | None = None
 
 
 class Way(ABC):

@@ -88,7 +88,7 @@ class CuteDslWay(ExpertsWay):
     def make(cls, parts: RankParts) -> QuackExperts:
         from .quack_experts import QuackExperts
 
-        return QuackExperts(pair_budget_for(parts.settings), parts.device)
+        return QuackExperts(pair_budget_for(parts.settings), parts.device, kept=parts.kept)
 
 
 def cutedsl_problems(settings: PathSettings) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import torch
 
 from ..errors import ConfigError
 from ..moe_layer import MoeLayer
+from ..paths.kept_measurements import KeptMeasurements
 from .cutedsl import refuse_experts
 from .pairs.pair_budget import CUTEDSL_SIZE_ALIGNMENT, PairBudget
 from .pairs.quack_gemm import GemmTile, QuackGemms
@@ -30,6 +31,7 @@ class QuackExperts(TunedExperts[GemmTile]):
     Args:
         budget: sizes of the buffers, equal on every rank.
         device: this rank's GPU.
+        kept: what starts before measured; `None`: tiles are measured.
 
     Raises:
         ConfigError: another architecture than SM90, or what `QuackGemms` refuses.
@@ -39,7 +41,7 @@ class QuackExperts(TunedExperts[GemmTile]):
     tile = GemmTile
     tuned_rows = TUNED_ROWS
 
-    def __init__(self, budget: PairBudget, device: torch.device):
+    def __init__(self, budget: PairBudget, device: torch.device, kept: KeptMeasurements | None = None):
         architecture = torch.cuda.get_device_capability(device)
         if architecture != _ARCHITECTURE:
             raise ConfigError(
@@ -47,7 +49,7 @@ class QuackExperts(TunedExperts[GemmTile]):
                 f"{architecture[0]}.{architecture[1]}: set experts to 'torch'"
             )
         self._gemms = QuackGemms()
-        super().__init__(budget, device)
+        super().__init__(budget, device, kept=kept)
 
     def _refuse(self, layer: MoeLayer) -> None:
         refuse_experts(layer)

@@ -53,7 +53,7 @@ class TritonWay(ExpertsWay):
         from .triton_experts import TritonExperts
 
         dtype = getattr(torch, parts.settings.spec.dtype)
-        return TritonExperts(pair_budget_for(parts.settings), parts.device, dtype)
+        return TritonExperts(pair_budget_for(parts.settings), parts.device, dtype, parts.kept)
 
 
 def refuse_experts(layer: MoeLayer) -> None:

@@ -4,6 +4,7 @@ import msgspec
 
 from ..errors import ConfigError
 
+MEASURE_ALWAYS = "off"
 # The choice weighs every set of paths: 2 to the power of these, and of the few paths beside them.
 _MAX_MEGA_CAPACITIES = 10
 
@@ -35,8 +36,9 @@ class Tuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             compile at a first start; at most 10. Unset: 8, 64, 256 and 1024 below the capacity, and the capacity.
         repeats: replays that make one measurement, each of a few calls of one layer.
         table: the paths to take, instead of measuring; has to cover the capacity.
-        cache: a JSON file on rank 0's node in which tables are kept, by GPU, versions, code, geometry and layout, and
-            found again by the next start. Unset: measured at every start.
+        cache: a JSON file on rank 0's node in which tables, and tiles of grouped GEMMs, are kept, by GPU, versions,
+            code, geometry and layout, and found again by the next start. Unset: on GPUs `expert_pool/measured.json`
+            in the user's cache folder, on CPUs none. `off`: measured at every start.
     """
 
     max_bytes: int = 8 << 30

@@ -21,14 +21,12 @@ from ...dispatch.paths.fastest import Choice, Measured, PathCost, bytes_of, choo
 from ...dispatch.paths.maker import PathMaker
 from ...dispatch.paths.measured import MeasuredPath
 from ...dispatch.paths.table import PathName, PathTable, candidate_paths, measured_rows, table_problems
-from ...dispatch.paths.table_cache import TableCache, library_versions
 from ...dispatch.paths.tuning import TableRow
 from ...dispatch.probe import Dropped, HostGroup, agree_on_refusals, attempt
 from ...dispatch.registry import MEASURED, experts_for, fused_kinds, fused_of
 from ...dispatch.way import AS_LOADED
 from ...graphs.backend import CaptureBackend
 from ..rank_config import RankConfig
-from ..start.code_digest import code_digest, plugged_in_digest
 from .calibration import calibrate
 from .check import PathCheck
 from .layer_timer import LayerTimer
@@ -130,14 +128,15 @@ class PathSelection:
             pinned, source = PathTable(config.tuning.table), "pinned by tuning.table"
             return self._as_tabled(pinned, self._tabled_paths(pinned, layers, source), layers, source)
         left = self._left_of(names)
-        cache = None if config.tuning.cache is None else TableCache(config.tuning.cache, self._group)
+        kept = self._maker.parts.kept
         key = self._key(left, layers)
-        found = None if cache is None else cache.find(key)
+        found = None if kept is None else kept.find(key, tuple[TableRow, ...])
         shapes = [layer.shape.text for layer in layers]
         if found is not None and not table_problems(
             found, config.worker.device, config.quantisation, config.capacity, shapes, config.layout.world_size
         ):
-            cached, source = PathTable(found), f"from tuning.cache={config.tuning.cache}"
+            assert kept is not None
+            cached, source = PathTable(found), kept.said
             try:
                 members = self._tabled_paths(cached, layers, source)
             except ConfigError as error:  # on every rank alike
@@ -146,9 +145,9 @@ class PathSelection:
             else:
                 return self._as_tabled(cached, members, layers, source)
         settled = self._by_measuring(left, layers)
-        if cache is not None:
+        if kept is not None:
             assert isinstance(settled.path, MeasuredPath)
-            cache.keep(key, settled.path.table.rows)
+            kept.keep(key, settled.path.table.rows)
         return settled
 
     def _left_of(self, names: Sequence[PathName]) -> list[PathName]:
@@ -292,21 +291,16 @@ class PathSelection:
         return Settled(path, tuple(lines))
 
     def _key(self, names: Sequence[PathName], layers: Sequence[MoeLayer]) -> str:
-        """What a table holds for; equal on every rank, since what differs between ranks is gathered."""
-        config, device = self._config, self._maker.device
-        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        machines = sorted(set(self._group.gather(f"{gpu}; {library_versions()}", str)))
+        """What a table holds for, beside GPUs and code; equal on every rank."""
+        config = self._config
         shapes = [layer.shape.text for layer in layers]
         parts = (
-            *machines,
             f"{config.layout.dp_size} x {config.layout.attn_tp_size} ranks",
             ", ".join(f"{shapes.count(shape)} x ({shape})" for shape in dict.fromkeys(shapes)),
             f"{config.spec.dtype}, quantisation {config.quantisation}",
             f"rows {measured_rows(config.limits, config.layout, config.capacity)}",
             f"paths {', '.join(map(str, names))}",
             f"within {config.tuning.max_bytes} bytes, {config.tuning.repeats} repeats",
-            f"code {code_digest()}",  # a changed kernel has other times
-            f"plugins {', '.join(plugged_in_digest().splitlines())}",
         )
         return "; ".join(parts)
 

@@ -24,7 +24,7 @@ from ..model.checkpoint import expert_bytes
 from ..model.spec import ModelSpec
 from ..observing.reporter import StepReporter
 from ..observing.trace import StepTrace
-from ..path_selection.candidates import loading_path, path_check, path_maker
+from ..path_selection.candidates import kept_measurements, loading_path, path_check, path_maker
 from ..path_selection.selection import PathSelection
 from ..rank_config import LoadReport, RankConfig
 from ..scheduling.continued_text import Decode
@@ -78,7 +78,9 @@ def load(
     """
     refuse_beyond_host(config, ranks_here=1)
     layout, rank, device = config.layout, joined.rank, joined.device
-    maker = path_maker(config, rank, joined.collectives, joined.world, device)
+    hosts = HostGroup(joined.host_group, rank)
+    kept = kept_measurements(config, hosts, device)
+    maker = path_maker(config, rank, joined.collectives, joined.world, device, kept)
     exchange = MoeExchange(layout, rank, loading_path(config, maker), joined.collectives)
     peak_before, started = _peak_memory(), time.perf_counter()
     model, files = read_weights(config, exchange, device)
@@ -87,7 +89,6 @@ def load(
     wait_for_all(joined.store, "read their weights", rank, layout.world_size, config.start_timeout_s)
     own_experts = expert_bytes(model)
     dense_bytes = sum(parameter.nbytes for parameter in model.parameters()) - own_experts
-    hosts = HostGroup(joined.host_group, rank)
     seconds = {"weights": load_seconds}
     started = time.perf_counter()
     layers = settle_layers(config, model, exchange, hosts, device)

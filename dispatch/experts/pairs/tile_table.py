@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from ...errors import ConfigError
+from ...paths.kept_measurements import KeptMeasurements
 from ...probe import HostGroup
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,13 @@ def milliseconds(launches: Sequence[Callable[[], None]]) -> float:
     return best
 
 
-def agree_on(group: HostGroup | None, tune: Callable[[], TileTable[Tile]], tile: type[Tile]) -> TileTable[Tile]:
+def agree_on(
+    group: HostGroup | None,
+    tune: Callable[[], TileTable[Tile]],
+    tile: type[Tile],
+    kept: KeptMeasurements | None = None,
+    key: str = "",
+) -> TileTable[Tile]:
     """What rank 0 finds, on every rank; collective over `group`, inside what its ranks attempt together.
 
     All ranks tune, though only one is heeded: they would wait for it otherwise, as long as for a step at most, and have
@@ -108,11 +115,22 @@ def agree_on(group: HostGroup | None, tune: Callable[[], TileTable[Tile]], tile:
         group: all ranks; `None` for one rank alone.
         tune: measures.
         tile: what tiles are.
+        kept: what starts before measured, on every rank or on none: a table that is there is taken.
+        key: what the table holds for, beside what `kept` has of all; equal on every rank.
 
     Raises:
         PeerGaveUp: another rank found nothing, or failed before.
         ConfigError: this one found nothing.
     """
-    own = tune()
+    if group is None:
+        return tune()
     kind: Any = TileTable[tile]  # type: ignore[valid-type]
-    return own if group is None else group.gather_met(own, kind)[0]
+    if kept is not None:
+        group.meet()  # a rank that has failed so far never comes to look
+        found: TileTable[Tile] | None = kept.find(key, kind)
+        if found is not None:
+            return found
+    table = group.gather_met(tune(), kind)[0]
+    if kept is not None:
+        kept.keep(key, table)
+    return table

@@ -15,6 +15,7 @@ from ...budgets.moe_shape import MoeShape
 from ...dispatchers.contract import Dispatched
 from ...errors import GeometryError
 from ...moe_layer import MoeLayer
+from ...paths.kept_measurements import KeptMeasurements
 from ...probe import HostGroup
 from ..expert_weights import DOWN, GATE_UP
 from .pair_budget import PairBudget
@@ -61,6 +62,7 @@ class TunedExperts(ABC, Generic[Tile]):
         budget: sizes of the buffers, equal on every rank.
         device: this rank's GPU.
         dtype: of rows and weights, of 2 bytes.
+        kept: what starts before measured; `None`: tiles are measured.
 
     Attributes:
         tile: what tiles are.
@@ -71,7 +73,14 @@ class TunedExperts(ABC, Generic[Tile]):
     tile: type[Tile]
     tuned_rows: ClassVar[Sequence[int]]
 
-    def __init__(self, budget: PairBudget, device: torch.device, dtype: torch.dtype = torch.bfloat16):
+    def __init__(
+        self,
+        budget: PairBudget,
+        device: torch.device,
+        dtype: torch.dtype = torch.bfloat16,
+        kept: KeptMeasurements | None = None,
+    ):
+        self._kept = kept
         self._device = device
         self._on_gpu = device.type == "cuda"  # elsewhere kernels are interpreted
         self._dtype = dtype
@@ -95,7 +104,9 @@ class TunedExperts(ABC, Generic[Tile]):
         for key, layer in self._by_shape().items():
             if key in self._tables:
                 continue
-            self._tables[key] = agree_on(group, partial(self._table, layer), self.tile)
+            self._tables[key] = agree_on(
+                group, partial(self._table, layer), self.tile, self._kept, self._held_for(layer)
+            )
             for num_rows in self._tables[key].num_rows:
                 # A first run compiles on the ranks that tuned nothing.
                 self._compute(layer, self._random_rows(layer, num_rows), self._tables[key].tiles_for(num_rows))
@@ -188,6 +199,11 @@ class TunedExperts(ABC, Generic[Tile]):
     def _table(self, layer: Adopted) -> TileTable[Tile]:
         rows = tuned_rows(self.tuned_rows, self._buffers.budget.num_rows)
         return TileTable(rows, tuple(self._tune(layer, num_rows) for num_rows in rows))
+
+    def _held_for(self, layer: Adopted) -> str:
+        """What its table of tiles holds for, beside GPU and code."""
+        rows = tuned_rows(self.tuned_rows, self._buffers.budget.num_rows)
+        return f"tiles of {self.name} for {layer.num_local} x ({layer.key}) in {self._dtype}; rows {rows}"
 
     def _check(self, layer: Adopted, dispatched: Dispatched) -> None:
         num_rows, row_stride = dispatched.x_RH.shape[0], dispatched.x_RH.stride(0)

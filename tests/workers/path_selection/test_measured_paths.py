@@ -18,16 +18,17 @@ from expert_pool.dispatch.experts.pairs.quack_gemm import GemmTile
 from expert_pool.dispatch.experts.pairs.tile_table import TileTable, agree_on
 from expert_pool.dispatch.experts.torch_experts import TorchExperts
 from expert_pool.dispatch.moe_layer import MoeLayer
+from expert_pool.dispatch.paths.kept_measurements import KeptMeasurements
 from expert_pool.dispatch.paths.maker import PathMaker
 from expert_pool.dispatch.paths.table import PathName
-from expert_pool.dispatch.paths.tuning import TableRow, Tuning
-from expert_pool.dispatch.probe import HostGroup
+from expert_pool.dispatch.paths.tuning import MEASURE_ALWAYS, TableRow, Tuning
+from expert_pool.dispatch.probe import HostGroup, attempt
 from expert_pool.dispatch.registry import register
 from expert_pool.graphs.backend import StaticReplayBackend
 from expert_pool.graphs.plan import plan_captures
 from expert_pool.workers.engine import RankEngine
 from expert_pool.workers.path_selection.calibration import calibrate
-from expert_pool.workers.path_selection.candidates import loading_path, path_check, path_maker
+from expert_pool.workers.path_selection.candidates import kept_measurements, loading_path, path_check, path_maker
 from expert_pool.workers.path_selection.layer_timer import LayerTimer
 from expert_pool.workers.path_selection.selection import PathSelection, Settled
 from expert_pool.workers.start.code_digest import code_digest
@@ -71,8 +72,9 @@ def choose_again(engine: RankEngine, **tuning: Any) -> Settled:
 def choice_of(engine: RankEngine, **tuning: Any) -> PathSelection:
     config = msgspec.structs.replace(engine.config, tuning=Tuning(repeats=1, **tuning))
     world = engine.joined.world
-    maker = path_maker(config, engine.rank, engine.joined.collectives, world, engine.device)
     hosts = HostGroup(engine.joined.host_group, engine.rank)
+    kept = kept_measurements(config, hosts, engine.device)
+    maker = path_maker(config, engine.rank, engine.joined.collectives, world, engine.device, kept)
     check = path_check(config, hosts, exchange_of(engine).path, engine.device)
     return PathSelection(config, maker, hosts, StaticReplayBackend(), check)
 
@@ -174,6 +176,79 @@ def test_a_cached_table_is_taken_without_measuring(rank_set, tmp_path):
     assert "2 x 1 ranks; 3 x (8 x 64 x 32 top-2); float32" in key
     assert f"code {code_digest()}; plugins " in key
     assert [row["rows"] for row in rows] == list(BUCKETS)
+
+
+def times_measured(engine: RankEngine, cache: str | None) -> list[str]:
+    """How two starts on this rank come by their table."""
+    return [choose_again(engine, cache=cache).lines[0].split(";")[0] for _ in range(2)]
+
+
+def test_on_cpus_and_where_it_is_off_every_start_measures(rank_set):
+    for cache in (None, MEASURE_ALWAYS):
+        measured = "experts by table, measured, best of 2 paths"
+        assert rank_set.call(times_measured, cache) == [[measured] * 2] * 2
+
+
+class TilesOf:
+    """In place of a measurement: a table, and how often it was asked for."""
+
+    def __init__(self, num_rows: int):
+        self.num_asked = 0
+        self._table = TileTable((num_rows,), ((num_rows, 2 * num_rows),))
+
+    def __call__(self) -> TileTable[int]:
+        self.num_asked += 1
+        return self._table
+
+
+def tiles_of_two_starts(
+    engine: RankEngine, folder: str, path: str | None, keys: tuple[str, ...]
+) -> tuple[list[TileTable[int]], int]:
+    hosts = HostGroup(engine.joined.host_group, engine.rank)
+    tune = TilesOf(10 + engine.rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        tables = [agree_on(hosts, tune, int, KeptMeasurements(path, "this GPU", hosts), key) for key in keys]
+    return tables, tune.num_asked
+
+
+@pytest.mark.parametrize("is_default", [True, False])
+def test_tiles_are_those_that_rank_0_found_at_an_earlier_start(rank_set, tmp_path, is_default):
+    path = None if is_default else str(tmp_path / "mine.json")
+    answers = rank_set.call(tiles_of_two_starts, str(tmp_path), path, ("a layer", "a layer", "another"))
+    assert answers == [([TileTable((10,), ((10, 20),))] * 3, 2)] * 2
+    assert (tmp_path / ("expert_pool/measured.json" if is_default else "mine.json")).is_file()
+
+
+@pytest.mark.parametrize("content", ["{", '{"a layer; this GPU": {"num_rows": ["x"], "tiles": []}}'])
+def test_a_file_that_nobody_named_is_passed_over_where_it_is_broken(rank_set, tmp_path, content):
+    file = tmp_path / "expert_pool" / "measured.json"
+    file.parent.mkdir()
+    file.write_text(content, "utf-8")
+    answers = rank_set.call(tiles_of_two_starts, str(tmp_path), None, ("a layer",))
+    assert answers == [([TileTable((10,), ((10, 20),))], 1)] * 2
+
+
+def test_a_folder_that_cannot_be_written_is_passed_over_where_nobody_named_it(rank_set, tmp_path):
+    (tmp_path / "expert_pool").write_text("no folder", "utf-8")
+    answers = rank_set.call(tiles_of_two_starts, str(tmp_path), None, ("a layer", "a layer"))
+    assert answers == [([TileTable((10,), ((10, 20),))] * 2, 2)] * 2
+
+
+def tiles_though_one_failed(engine: RankEngine, path: str) -> str:
+    hosts = HostGroup(engine.joined.host_group, engine.rank)
+
+    def build() -> TileTable[int]:
+        if engine.rank == 1:
+            raise ValueError("no memory")
+        return agree_on(hosts, TilesOf(10), int, KeptMeasurements(path, "this GPU", hosts), "a layer")
+
+    return str(attempt(hosts, "tiles", build))
+
+
+def test_a_rank_that_failed_before_keeps_no_other_from_its_tiles_for_ever(rank_set, tmp_path):
+    answers = rank_set.call(tiles_though_one_failed, str(tmp_path / "mine.json"), deadline_s=WITHIN_S)
+    assert answers == ["tiles dropped on all ranks: rank 1: ValueError: no memory"] * 2
 
 
 def refusal_of(engine: RankEngine, tuning: dict[str, Any]) -> str:

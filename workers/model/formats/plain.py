@@ -7,6 +7,9 @@ from .folder import ModelFolder
 from .registry import register
 
 
+_SCALES = ("_scale", "_scale_inv", "_scale_2", "_zero_point")
+
+
 @register
 class PlainFormat(CheckpointFormat):
     """Every tensor is stored as it is, and cast to the model's dtype where that is another float."""
@@ -20,3 +23,9 @@ class PlainFormat(CheckpointFormat):
 
     def tensors(self, headers: Mapping[str, Header]) -> dict[str, StoredTensor]:
         return {name: stored_as_it_is(name, header) for name, header in headers.items()}
+
+    def header_problems(self, headers: Mapping[str, Header], taken: Mapping[str, bool]) -> list[str]:
+        scales = sorted(name + ending for name in taken for ending in _SCALES if name + ending in headers)
+        if not scales:
+            return []
+        return [f"{len(scales)} scale(s) of quantised weights, {scales[0]} the first, and config.json names no quantisation"]

@@ -1,0 +1,91 @@
+"""Checkpoints as they are published: what is read of them is what their formats say, to the bit."""
+
+import os
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Reference
+from expert_pool.cluster import Limits, PoolConfig
+from expert_pool.workers.model.checkpoint import check_weights
+from expert_pool.workers.model.formats.expanded import ExpandedTensor
+from expert_pool.workers.model.formats.registry import format_of
+from expert_pool.workers.model.inspection import inspect_model
+from expert_pool.workers.model.weight_files import headers_of, open_slices
+from models import VOCAB_SIZE, save_random_model
+from plain_ranks import ForkedRanks
+from rank_insides import run_script
+from safetensors.torch import load_file
+from stored_checkpoints import FORMATS, PAIRS, SIZES, write_stored
+
+LAYOUTS = ((1, 1), (2, 1), (4, 1), (4, 2))
+PROMPTS = [[(7 * length + 3 * at) % (VOCAB_SIZE - 2) + 2 for at in range(length)] for length in (1, 17, 40, 150)]
+NEW_TOKENS = 12
+Pair = tuple[Path, Path]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Callable[[str, str], Pair]:
+    """A stored checkpoint and its expanded twin; each is written once."""
+
+    @cache
+    def plain(family: str) -> Path:
+        folder = tmp_path_factory.mktemp(family)
+        save_random_model(family, folder, **SIZES[family])
+        return folder
+
+    @cache
+    def write(stored: str, family: str) -> Pair:
+        return write_stored(plain(family), tmp_path_factory.mktemp(stored.replace(" ", "_")), FORMATS[stored])
+
+    return write
+
+
+@pytest.mark.parametrize(("stored", "family"), sorted(PAIRS))
+def test_what_is_read_is_what_the_format_says(stored, family, written):
+    folder, expanded = written(stored, family)
+    spec = inspect_model(str(folder))
+    assert spec.checkpoint_format == stored.partition(" ")[0]
+    check_weights(spec)
+    slices = open_slices(spec.path)
+    read = {
+        name: slices[one.as_it_is][...] if one.as_it_is is not None else ExpandedTensor(one, slices, torch.float32)[...]
+        for name, one in format_of(spec).tensors(headers_of(slices)).items()
+    }
+    expected = load_file(expanded / "model.safetensors")
+    assert read.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(read[name], expected[name])] == []
+    num_quantised = sum(one.expand is not None for one in format_of(spec).tensors(headers_of(slices)).values())
+    assert num_quantised >= {"gpt_oss": 4, "deepseek_v3": 12, "qwen3_moe": 24}[family]
+
+
+def cases() -> list[tuple[str, str, int, int, str]]:
+    every = [
+        (*pair, ranks, attn_tp_size, dispatch)
+        for pair in sorted(PAIRS)
+        for ranks, attn_tp_size in LAYOUTS
+        for dispatch in ("allgather", "alltoall")
+        if ranks > 1 or dispatch == "allgather"
+    ]
+    whole = os.environ.get("EXPERT_POOL_FULL_MATRIX") == "1"
+    return every if whole else sorted(random.Random(17).sample(every, 2))
+
+
+@pytest.mark.parametrize(("stored", "family", "ranks", "attn_tp_size", "dispatch"), cases())
+def test_greedy_tokens_equal_those_of_the_expanded_weights(stored, family, ranks, attn_tp_size, dispatch, written):
+    folder, expanded = written(stored, family)
+    limits = Limits(chunked_prefill_size=64, max_running_requests=len(PROMPTS))
+    config = PoolConfig(
+        model=str(folder), ranks=ranks, attn_tp_size=attn_tp_size, dispatch=dispatch, limits=limits, dtype="float32"
+    )
+    dp_size = config.layout.dp_size
+    split = [PROMPTS[dp_rank::dp_size] for dp_rank in range(dp_size)]
+    with ForkedRanks(config, graphs=False) as rank_set:
+        generated = rank_set.call(run_script, [{0: mine} for mine in split], NEW_TOKENS, False)
+    reference = Reference(str(expanded))
+    expected = [reference.greedy(prompt, NEW_TOKENS) for mine in split for prompt in mine]
+    tokens = {key: token_ids for one in generated for key, token_ids in one.token_ids.items()}
+    assert tokens == dict(enumerate(expected))

@@ -100,13 +100,12 @@ def nvfp4(weights: np.ndarray) -> Written:
     of_all = np.abs(weights).max() / np.float32(6 * 448)
     codes, expanded = np.zeros(weights.shape, dtype=np.uint8), np.zeros(weights.shape, dtype=np.float32)
     scale_codes = np.zeros((num_rows, num_columns // 16), dtype=np.uint8)
-    for row in range(num_rows):
-        for block in range(num_columns // 16):
-            here = row, slice(16 * block, 16 * (block + 1))
-            [scale_codes[row, block]] = e4m3_codes(np.abs(weights[here]).max()[None] / 6 / of_all)
-            scale = E4M3[scale_codes[row, block]] * of_all
-            codes[here] = nearest(weights[here] / scale, E2M1)
-            expanded[here] = E2M1[codes[here]] * scale
+    for block in range(num_columns // 16):
+        here = slice(None), slice(16 * block, 16 * (block + 1))
+        scale_codes[:, block] = e4m3_codes(np.abs(weights[here]).max(1) / 6 / of_all)
+        scales = (E4M3[scale_codes[:, block]] * of_all)[:, None]
+        codes[here] = nearest(weights[here] / scales, E2M1)
+        expanded[here] = E2M1[codes[here]] * scales
     stored = {
         ".weight": torch.from_numpy(packed_nibbles(codes)),
         ".weight_scale": as_e4m3(scale_codes),
@@ -121,15 +120,16 @@ def packed_integers(weights: np.ndarray, num_bits: int = 4, group: int = 32) -> 
     in_a_word, lowest = 32 // num_bits, -(2 ** (num_bits - 1))
     words = np.zeros((num_rows, num_columns // in_a_word), dtype=np.uint32)
     scales, expanded = torch.zeros(num_rows, num_columns // group, dtype=torch.bfloat16), np.zeros_like(weights)
-    for row in range(num_rows):
-        for block in range(num_columns // group):
-            here = slice(group * block, group * (block + 1))
-            scales[row, block] = float(np.abs(weights[row, here]).max()) / (-lowest - 0.5)
-            scale = np.float32(scales[row, block].item())
-            integers = np.clip(np.round(weights[row, here] / scale), lowest, -lowest - 1).astype(np.int64)
-            expanded[row, here] = integers.astype(np.float32) * scale
-            for column, integer in enumerate(integers, here.start):
-                words[row, column // in_a_word] |= np.uint32((integer - lowest) << (num_bits * (column % in_a_word)))
+    for block in range(num_columns // group):
+        here = slice(None), slice(group * block, group * (block + 1))
+        scales[:, block] = torch.from_numpy(np.abs(weights[here]).max(1)) / (-lowest - 0.5)
+        scales_of_rows = scales[:, block, None].float().numpy()
+        integers = np.clip(np.round(weights[here] / scales_of_rows), lowest, -lowest - 1)
+        expanded[here] = integers * scales_of_rows
+        for at in range(group):
+            column = group * block + at
+            shifted = (integers[:, at] - lowest).astype(np.uint32) << np.uint32(num_bits * (column % in_a_word))
+            words[:, column // in_a_word] |= shifted
     stored = {
         ".weight_packed": torch.from_numpy(words.view(np.int32)),
         ".weight_scale": scales,
@@ -143,14 +143,14 @@ def mxfp4(weights_EKN: np.ndarray) -> Written:
     blocks = np.zeros((num_experts, num_rows, num_columns // 32, 16), dtype=np.uint8)
     scales, expanded = np.zeros(blocks.shape[:3], dtype=np.uint8), np.zeros_like(weights_EKN)
     for expert in range(num_experts):
-        for row in range(num_rows):
-            for block in range(num_columns // 32):
-                here = expert, slice(32 * block, 32 * (block + 1)), row
-                exponent = math.floor(math.log2(np.abs(weights_EKN[here]).max())) - 2
-                codes = nearest(weights_EKN[here] / np.float32(2.0**exponent), E2M1)
-                scales[expert, row, block] = exponent + 127
-                blocks[expert, row, block] = packed_nibbles(codes)
-                expanded[here] = E2M1[codes] * np.float32(2.0**exponent)
+        for block in range(num_columns // 32):
+            here = expert, slice(32 * block, 32 * (block + 1))
+            exponents = np.floor(np.log2(np.abs(weights_EKN[here]).max(0))) - 2
+            powers = np.float32(2.0) ** exponents.astype(np.float32)
+            codes = nearest(weights_EKN[here] / powers, E2M1)
+            scales[expert, :, block] = exponents + 127
+            blocks[expert, :, block] = packed_nibbles(codes.T)
+            expanded[here] = E2M1[codes] * powers
     return {"_blocks": torch.from_numpy(blocks), "_scales": torch.from_numpy(scales)}, expanded
 
 
@@ -238,7 +238,9 @@ FORMATS = {
         },
     ),
     "compressed_fp8": Stored(
-        fp8_of_rows, compressed("float-quantized", ["lm_head", ALONE], num_bits=8, type="float", strategy="channel"), (ALONE,)
+        fp8_of_rows,
+        compressed("float-quantized", ["lm_head", ALONE], num_bits=8, type="float", strategy="channel"),
+        (ALONE,),
     ),
     "compressed_fp8 of whole weights": Stored(
         fp8_of_tensors, compressed("float-quantized", ["lm_head"], num_bits=8, type="float", strategy="tensor"), ()
@@ -340,7 +342,9 @@ def save_in_two(weights: Weights, folder: Path) -> None:
     files = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     weight_map = {name: files[bool(re.search(r"_scale|_shape", name))] for name in weights}
     for file in files:
-        save_file({name: one for name, one in weights.items() if weight_map[name] == file}, folder / file, {"format": "pt"})
+        save_file(
+            {name: one for name, one in weights.items() if weight_map[name] == file}, folder / file, {"format": "pt"}
+        )
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 

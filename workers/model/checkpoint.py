@@ -80,9 +80,9 @@ def check_weights(spec: ModelSpec) -> None:
     model.mark_tied_weights_as_initialized(loading_info)
     model.tie_weights(missing_keys=loading_info.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(loading_info)
-    refuse_incomplete(spec.path, loading_info.to_dict() | {"conversion_errors": loading_info.conversion_errors})
     taken = {name: stored[name] for name, shape in sorted(shapes.items()) if shape.is_taken}
     _refuse_parts(spec.path, taken, headers, model)
+    refuse_incomplete(spec.path, loading_info.to_dict() | {"conversion_errors": loading_info.conversion_errors})
     if problems := checkpoint_format.header_problems(headers, _are_projections(model, taken)):
         raise CheckpointError(f"model={spec.path!r}: {'; '.join(problems)}")
 

@@ -172,7 +172,7 @@ def _expert_load(config: RankConfig, joined: Joined, exchange: MoeExchange) -> E
 
 
 def _decode(spec: ModelSpec) -> Decode:
-    tokenizer = AutoTokenizer.from_pretrained(spec.path, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(spec.path, local_files_only=True, trust_remote_code=False)
     return lambda token_ids, skip: tokenizer.decode(token_ids, skip_special_tokens=skip)
 
 

@@ -38,7 +38,7 @@ _SERVED = {
 
 @register
 class BlockFp8Format(QuantisedFormat):
-    """`weight` e4m3 `[N, K]`, `weight_scale_inv` `[ceil(N / rows), ceil(K / columns)]`, which values are multiplied by."""
+    """`weight` e4m3 `[N, K]`, and `weight_scale_inv` `[ceil(N / rows), ceil(K / columns)]`, a factor for each block."""
 
     name = "block_fp8"
     codes_dtype = "F8_E4M3"

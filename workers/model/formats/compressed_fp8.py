@@ -1,6 +1,7 @@
 """fp8 of compressed-tensors, format `float-quantized`: e4m3 with a scale a row, or one for the whole weight."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
@@ -17,7 +18,7 @@ class CompressedFp8Format(CompressedFormat):
 
     name = "compressed_fp8"
     kind = "float-quantized"
-    weights = {
+    weights: ClassVar = {
         "type": either("float"),
         "num_bits": either(8),
         "strategy": either("channel", "tensor"),
@@ -29,17 +30,15 @@ class CompressedFp8Format(CompressedFormat):
     def stored(self, stem: str, codes: Header, headers: Mapping[str, Header]) -> StoredTensor:
         rows, columns = matrix_of(codes.shape)
         scale = headers.get(f"{stem}.weight_scale")
-        if self.scheme["strategy"] == "channel":
-            scales_shape, rows_of_a_scale = (rows, 1), 1
-        else:
-            scales_shape, rows_of_a_scale = () if scale is not None and not scale.shape else (1,), rows
+        is_of_rows = self.scheme["strategy"] == "channel"
+        of_all: tuple[int, ...] = () if scale is not None and not scale.shape else (1,)
         parts = {
             "codes": Part(f"{stem}.weight", (self.codes_dtype,), (rows, columns)),
-            "scales": Part(f"{stem}.weight_scale", ("F32", "BF16", "F16"), scales_shape),
+            "scales": Part(f"{stem}.weight_scale", ("F32", "BF16", "F16"), (rows, 1) if is_of_rows else of_all),
         }
 
         def expand(values: Mapping[str, torch.Tensor]) -> torch.Tensor:
             scales_RC = positive(values, "scales").reshape(-1, 1)
-            return times_blocks(values["codes"].float(), scales_RC, (rows_of_a_scale, columns))
+            return times_blocks(values["codes"].float(), scales_RC, (1 if is_of_rows else rows, columns))
 
         return StoredTensor((rows, columns), parts, expand)

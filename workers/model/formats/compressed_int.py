@@ -4,6 +4,7 @@ Kimi-K2 is published so, in 4 bits and groups of 32.
 """
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
@@ -25,7 +26,7 @@ class CompressedIntFormat(CompressedFormat):
 
     name = "compressed_int"
     kind = "pack-quantized"
-    weights = {
+    weights: ClassVar = {
         "type": either("int"),
         "num_bits": either(4, 8),
         "strategy": either("group"),

@@ -6,7 +6,6 @@ from .contract import CheckpointFormat, Header, StoredTensor, stored_as_it_is
 from .folder import ModelFolder
 from .registry import register
 
-
 _SCALES = ("_scale", "_scale_inv", "_scale_2", "_zero_point")
 
 
@@ -28,4 +27,6 @@ class PlainFormat(CheckpointFormat):
         scales = sorted(name + ending for name in taken for ending in _SCALES if name + ending in headers)
         if not scales:
             return []
-        return [f"{len(scales)} scale(s) of quantised weights, {scales[0]} the first, and config.json names no quantisation"]
+        return [
+            f"{len(scales)} scale(s) of quantised weights, {scales[0]} the first, and config.json names no quantisation"
+        ]

@@ -39,7 +39,7 @@ def positive(parts: Mapping[str, torch.Tensor], name: str, scales: torch.Tensor 
 
 
 def pairs_of(table_V: torch.Tensor) -> torch.Tensor:
-    """From the values of codes of four bits, `[16]`, those of both codes of each byte, `[256, 2]`, the low one first."""
+    """Values of both codes of each byte, `[256, 2]`, the low one first, from those of codes of four bits, `[16]`."""
     codes = torch.arange(256)
     return torch.stack((table_V[codes & 15], table_V[codes >> 4]), -1)
 
@@ -50,7 +50,7 @@ def unpacked(bytes_NB: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
 
 
 def times_blocks(values_NK: torch.Tensor, scales_RC: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Multiply each block by its scale, in place. The last blocks of rows and columns may be smaller than the others."""
+    """Multiply each block by its scale, in place. The last blocks of rows and columns may be smaller than others."""
     rows, columns = block
     num_columns = values_NK.shape[1]
     scales_RK = scales_RC.repeat_interleave(columns, 1)[:, :num_columns]

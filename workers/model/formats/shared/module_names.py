@@ -15,7 +15,7 @@ Names = Callable[[Sequence[str], str], bool]
 
 
 def as_transformers(patterns: Sequence[str], module: str) -> bool:
-    """Transformers' manner: a regular expression from the start of the name up to the end of a part of it, or its end."""
+    """Transformers' manner: a regular expression for the start of a name up to the end of a part, or a name's end."""
     return any(_bounded(pattern).match(module) or module.endswith(pattern) for pattern in patterns)
 
 
@@ -48,7 +48,9 @@ def list_problems(setting: str, given: Any, is_regular: Callable[[str], bool]) -
         return []
     if not isinstance(given, list) or not all(isinstance(one, str) and one for one in given):
         return [f"{setting}={given!r:.60} is no list of names of modules"]
-    return [f"{setting} has {one!r:.60}, which is no pattern ({why})" for one in given if (why := _why(one, is_regular))]
+    return [
+        f"{setting} has {one!r:.60}, which is no pattern ({why})" for one in given if (why := _why(one, is_regular))
+    ]
 
 
 def _why(pattern: str, is_regular: Callable[[str], bool]) -> str | None:

@@ -75,9 +75,15 @@ class QuantisedFormat(CheckpointFormat):
             "to be left alone, and quantised": [stem for stem in quantised if self.leaves_alone(stem)],
             "with experts in two formats": _mixed(quantised, plain),
             f"of no use that {self.name} has for them": self._unknown(headers, quantised),
-            "scales of a quantised KV cache, which is not served": [name for name in headers if name.endswith(_OF_CACHES)],
+            "scales of a quantised KV cache, which is not served": [
+                name for name in headers if name.endswith(_OF_CACHES)
+            ],
         }
-        return [f"by {self.declared_in}, {len(which)} are {what}: {_some(which)}" for what, which in problems.items() if which]
+        return [
+            f"by {self.declared_in}, {len(which)} are {what}: {_some(which)}"
+            for what, which in problems.items()
+            if which
+        ]
 
     @property
     def declared_in(self) -> str:

@@ -192,7 +192,7 @@ ALONE = [*BLOCK_FP8.items(), ("modules_to_not_convert", ["lm_head", "model.layer
             {**BLOCK_FP8, "weight_block_size": [128, 0]},
             "weight_block_size=[128, 0] of quantization_config",
         ),
-        ("block_fp8", {**BLOCK_FP8, "fmt": "e5m2"}, "fmt='e5m2' of quantization_config is not served: 'e4m3' or "),
+        ("block_fp8", {**BLOCK_FP8, "fmt": "e5m2"}, "fmt='e5m2' of quantization_config is not served, 'e4m3' or "),
         ("block_fp8", {**BLOCK_FP8, "rotation": True}, "rotation=True of quantization_config is not known"),
         ("block_fp8", {**BLOCK_FP8, "ignored_layers": "lm_head"}, "ignored_layers='lm_head' is no list of names"),
         (
@@ -205,7 +205,7 @@ ALONE = [*BLOCK_FP8.items(), ("modules_to_not_convert", ["lm_head", "model.layer
         (
             "nvfp4",
             {**FORMATS["nvfp4"].config, "kv_cache_scheme": {"num_bits": 8}},
-            "kv_cache_scheme={'num_bits': 8} of quantization_config is not served: nothing is",
+            "kv_cache_scheme={'num_bits': 8} of quantization_config is not served, none or an empty one alone",
         ),
         (
             "compressed_int",
@@ -216,7 +216,7 @@ ALONE = [*BLOCK_FP8.items(), ("modules_to_not_convert", ["lm_head", "model.layer
             (
                 "compressed_int",
                 compressed("pack-quantized", KIMI_IGNORE, **INT["config_groups"]["group_0"]["weights"] | {key: value}),
-                f"{key}={value!r} of weights of config_groups.group_0 is not served: ",
+                f"{key}={value!r} of weights of config_groups.group_0 is not served, ",
             )
             for key, value in (
                 ("symmetric", False),
@@ -235,7 +235,7 @@ ALONE = [*BLOCK_FP8.items(), ("modules_to_not_convert", ["lm_head", "model.layer
         (
             "compressed_fp8",
             {**FP8, "config_groups": {}},
-            "config_groups={} of quantization_config is not served: a mapping",
+            "config_groups={} of quantization_config is not served, a mapping",
         ),
         (
             "compressed_fp8",
@@ -289,7 +289,7 @@ def test_what_modelopt_wrote_beside_another_configuration(damaged):
     beside.write_text("{}")
     assert "there is a hf_quant_config.json, of another quantisation" in said_of(folder)
     change_json(folder / "config.json", lambda config: config | {"quantization_config": None})
-    assert "quant_algo=None of quantization of hf_quant_config.json is not served: 'NVFP4' is" in said_of(folder)
+    assert "quant_algo=None of quantization of hf_quant_config.json is not served, 'NVFP4' alone" in said_of(folder)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_what_modelopt_wrote_beside_another_configuration(damaged):
             {"kv_cache_quant_algo": "FP8"},
             "kv_cache_quant_algo='FP8' of quantization of hf_quant_config.json is not served",
         ),
-        ({"group_size": 32}, "group_size=32 of quantization of hf_quant_config.json is not served: 16 is"),
+        ({"group_size": 32}, "group_size=32 of quantization of hf_quant_config.json is not served, 16 alone"),
         ({"exclude_modules": ["lm_head"]}, "exclude_modules of hf_quant_config.json and ignore of quantization_config"),
     ],
     ids=["cache", "group", "modules"],

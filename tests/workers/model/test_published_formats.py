@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from conftest import Reference
 from expert_pool.cluster import Limits, PoolConfig
+from expert_pool.cluster.cli.commands import main
+from expert_pool.cluster.cli.plan_report import plan_pool
 from expert_pool.workers.model.checkpoint import check_weights
 from expert_pool.workers.model.formats.expanded import ExpandedTensor
 from expert_pool.workers.model.formats.registry import format_of
@@ -45,12 +48,12 @@ def written(tmp_path_factory) -> Callable[[str, str], Pair]:
     return write
 
 
-def read_of(path: str) -> dict[str, torch.Tensor]:
-    """A checkpoint as the loader is shown it, whole, in float32."""
+def read_of(path: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """A checkpoint as the loader is shown it, whole, what is quantised expanded to a dtype."""
     slices = open_slices(path)
     stored = format_of(inspect_model(path)).tensors(headers_of(slices))
     return {
-        name: slices[one.as_it_is][...] if one.as_it_is is not None else ExpandedTensor(one, slices, torch.float32)[...]
+        name: slices[one.as_it_is][...] if one.as_it_is is not None else ExpandedTensor(one, slices, dtype)[...]
         for name, one in stored.items()
     }
 
@@ -64,10 +67,29 @@ def test_what_is_read_is_what_the_format_says(stored, family, written):
     read, expected = read_of(spec.path), load_file(expanded / "model.safetensors")
     assert read.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(read[name], expected[name])] == []
+    rounded = read_of(spec.path, torch.bfloat16)
+    assert [name for name in expected if not torch.equal(rounded[name].bfloat16(), expected[name].bfloat16())] == []
     is_quantised = [
         one.expand is not None for one in format_of(spec).tensors(headers_of(open_slices(spec.path))).values()
     ]
     assert sum(is_quantised) >= {"gpt_oss": 4, "deepseek_v3": 12, "qwen3_moe": 24}[family]
+
+
+def test_a_plan_says_how_weights_are_stored_and_what_ranks_hold_of_them(written):
+    folder, expanded = written("compressed_int", "deepseek_v3")
+    stored, plain = (plan_pool(PoolConfig(model=str(one), ranks=2)) for one in (folder, expanded))
+    assert stored.refusals + stored.problems == ()
+    assert stored.total_bytes == plain.total_bytes
+    assert plain.stored is None
+    in_files = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    held = stored.config.spec.dense_bytes + stored.config.spec.expert_bytes
+    assert (stored.stored.format, stored.stored.file_bytes, stored.stored.held_bytes) == (
+        "compressed_int",
+        in_files,
+        held,
+    )
+    said = CliRunner().invoke(main, ["plan", "--model", str(folder), "--ranks", "2"]).output
+    assert f"weights: stored as compressed_int, {in_files:,} bytes in all files; expanded to float32 as ranks" in said
 
 
 def test_kimi_k2_is_served_as_the_family_that_it_is_and_its_own_code_is_never_run(written, tiny_moe, tmp_path):

@@ -26,7 +26,7 @@ def either(*values: Any) -> Served:
 
 def unset_or_empty(*values: Any) -> Served:
     """Absent, empty, or one of these."""
-    return Served(lambda given: given in (None, False, {}, [], *values), "nothing")
+    return Served(lambda given: given in (None, False, {}, [], *values), "none or an empty one")
 
 
 ANYTHING = Served(lambda given: True, "anything")
@@ -44,7 +44,7 @@ def setting_problems(where: str, settings: Any, served: Mapping[str, Served]) ->
     if not isinstance(settings, dict):
         return [f"{where} is {settings!r:.60}, which is no mapping"]
     problems = [
-        f"{name}={settings.get(name)!r:.60} of {where} is not served: {one.text} is"
+        f"{name}={settings.get(name)!r:.60} of {where} is not served, {one.text} alone"
         for name, one in served.items()
         if not one.test(settings.get(name))
     ]

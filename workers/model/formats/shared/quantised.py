@@ -99,11 +99,16 @@ class QuantisedFormat(CheckpointFormat):
     def _unknown(self, headers: Mapping[str, Header], quantised: set[str]) -> list[str]:
         """Tensors that belong to quantised weights and are nothing that is known: zero points, say."""
         endings = (self.codes, *self.beside, *self.unused, self.bias)
-        return [name for name in headers if not name.endswith(endings) and not quantised.isdisjoint(_beginnings(name))]
+        separator = self.codes[0]
+        return [
+            name
+            for name in headers
+            if not name.endswith(endings) and not quantised.isdisjoint(_beginnings(name, separator))
+        ]
 
 
-def _beginnings(name: str) -> list[str]:
-    return [name[: match.start()] for match in re.finditer(r"[._]", name)]
+def _beginnings(name: str, separator: str) -> list[str]:
+    return [name[:at] for at, one in enumerate(name) if one == separator]
 
 
 def _mixed(quantised: Iterable[str], plain: Iterable[str]) -> list[str]:

@@ -123,17 +123,16 @@ def plan_pool(config: PoolConfig) -> PlanReport:
 
 
 def _stored(config: RankConfig) -> StoredWeights | None:
-    from ...workers.model.formats.registry import format_of
     from ...workers.model.weight_files import weight_files
 
     spec = config.spec
-    if format_of(spec).is_plain:
+    if spec.expanded_from is None:
         return None
     file_bytes = None
     if config.weights == "checkpoint":
         with contextlib.suppress(CheckpointError):  # it is among the refusals
             file_bytes = sum(file.stat().st_size for file in weight_files(spec.path))
-    return StoredWeights(spec.checkpoint_format, file_bytes, spec.dense_bytes + spec.expert_bytes)
+    return StoredWeights(spec.expanded_from, file_bytes, spec.dense_bytes + spec.expert_bytes)
 
 
 def _bounds(config: RankConfig, given: Limits) -> tuple[PlannedBound, ...]:

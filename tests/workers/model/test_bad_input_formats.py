@@ -333,6 +333,7 @@ def test_the_command_line_says_it_in_one_line_before_anything_starts(damaged, re
         ("mxfp4", f"{STACK}_scales", 255, "of expert 1 has scales that no weights can have, of 64: 1 NaN"),
         ("compressed_fp8", SCALE, float("nan"), "has scales that no weights can have, of 64: 1 NaN"),
         ("nvfp4", f"{EXPERT}.weight_scale_2", -1.0, "has scales that no weights can have, of 1: 1 negative"),
+        ("block_fp8", f"{EXPERT}.weight", float("nan"), "has 1 weights of 2,048 that are NaN"),
         ("compressed_int", f"{EXPERT}.weight_shape", 3, "is [3, 32], its words hold [64, 32]"),
     ],
 )

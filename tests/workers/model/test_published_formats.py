@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -17,13 +18,15 @@ from expert_pool.cluster.cli.plan_report import plan_pool
 from expert_pool.workers.model.checkpoint import check_weights
 from expert_pool.workers.model.formats.expanded import ExpandedTensor
 from expert_pool.workers.model.formats.registry import format_of
+from expert_pool.workers.model.formats.shared.arithmetic import E2M1 as arithmetic_e2m1
+from expert_pool.workers.model.formats.shared.arithmetic import pairs_of, times_blocks, unpacked, values_of_e4m3
 from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.model.weight_files import headers_of, open_slices
 from models import VOCAB_SIZE, save_random_model
 from plain_ranks import ForkedRanks
 from rank_insides import run_script
 from safetensors.torch import load_file
-from stored_checkpoints import FORMATS, PAIRS, SIZES, change_json, write_stored
+from stored_checkpoints import E2M1, E4M3, FORMATS, PAIRS, SIZES, as_e4m3, change_json, write_stored
 
 LAYOUTS = ((1, 1), (2, 1), (4, 1), (4, 2))
 PROMPTS = [[(7 * length + 3 * at) % (VOCAB_SIZE - 2) + 2 for at in range(length)] for length in (1, 17, 40, 150)]
@@ -73,6 +76,27 @@ def test_what_is_read_is_what_the_format_says(stored, family, written):
         one.expand is not None for one in format_of(spec).tensors(headers_of(open_slices(spec.path))).values()
     ]
     assert sum(is_quantised) >= {"gpt_oss": 4, "deepseek_v3": 12, "qwen3_moe": 24}[family]
+
+
+def test_every_code_has_the_value_that_its_definition_gives_it():
+    codes = np.array([code for code in range(256) if not np.isnan(E4M3[code])], dtype=np.uint8)
+    assert len(codes) == 254
+    assert values_of_e4m3({"codes": as_e4m3(codes)}, "codes").numpy().tobytes() == E4M3[codes].tobytes()
+    every = torch.arange(256, dtype=torch.uint8).reshape(16, 16)
+    both = np.stack([E2M1[np.arange(256) % 16], E2M1[np.arange(256) // 16]], -1)
+    assert unpacked(every, pairs_of(arithmetic_e2m1)).numpy().tobytes() == both.tobytes()
+
+
+@pytest.mark.parametrize("block", [(1, 16), (16, 1), (128, 128), (64, 48), (1, 500)], ids=str)
+def test_the_last_blocks_of_rows_and_columns_may_be_smaller(block):
+    values = torch.randn(192, 320, generator=torch.Generator().manual_seed(1))
+    scales = torch.rand(-(-192 // block[0]), -(-320 // block[1]), generator=torch.Generator().manual_seed(2))
+    expected = torch.empty(192, 320)
+    for row in range(192):
+        for column in range(0, 320, block[1]):
+            here = slice(column, column + block[1])
+            expected[row, here] = values[row, here] * scales[row // block[0], column // block[1]]
+    assert torch.equal(times_blocks(values.clone(), scales, block), expected)
 
 
 def test_a_plan_says_how_weights_are_stored_and_what_ranks_hold_of_them(written):

@@ -8,7 +8,7 @@ import torch
 from .contract import Header, Part, StoredTensor
 from .folder import ModelFolder
 from .registry import register
-from .shared.arithmetic import matrix_of, num_blocks, positive, times_blocks
+from .shared.arithmetic import matrix_of, num_blocks, positive, times_blocks, values_of_e4m3
 from .shared.declarations import ANYTHING, Served, either, setting_problems, unset_or_empty
 from .shared.module_names import as_transformers, list_problems
 from .shared.quantised import QuantisedFormat
@@ -73,6 +73,6 @@ class BlockFp8Format(QuantisedFormat):
         }
 
         def expand(values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            return times_blocks(values["codes"].float(), positive(values, "scales"), (rows, columns))
+            return times_blocks(values_of_e4m3(values, "codes"), positive(values, "scales"), (rows, columns))
 
         return StoredTensor(shape, parts, expand)

@@ -7,7 +7,7 @@ import torch
 
 from .contract import Header, Part, StoredTensor
 from .registry import register
-from .shared.arithmetic import matrix_of, positive, times_blocks
+from .shared.arithmetic import matrix_of, positive, times_blocks, values_of_e4m3
 from .shared.compressed_tensors import CompressedFormat
 from .shared.declarations import either, unset_or_empty
 
@@ -39,6 +39,6 @@ class CompressedFp8Format(CompressedFormat):
 
         def expand(values: Mapping[str, torch.Tensor]) -> torch.Tensor:
             scales_RC = positive(values, "scales").reshape(-1, 1)
-            return times_blocks(values["codes"].float(), scales_RC, (1 if is_of_rows else rows, columns))
+            return times_blocks(values_of_e4m3(values, "codes"), scales_RC, (1 if is_of_rows else rows, columns))
 
         return StoredTensor((rows, columns), parts, expand)

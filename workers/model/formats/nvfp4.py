@@ -69,7 +69,7 @@ class Nvfp4Format(QuantisedFormat):
     def _declared(self) -> tuple[Any, Any]:
         """Settings of both files; `None` where there are none."""
         beside = self.folder.modelopt
-        return self.folder.quantization, None if beside is None else beside.get("quantization", {})
+        return self.folder.quantization, None if beside is None else beside.get("quantization") or {}
 
     def leaves_alone(self, stem: str) -> bool:
         in_config, in_file = self._declared

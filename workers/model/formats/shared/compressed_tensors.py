@@ -58,8 +58,8 @@ class CompressedFormat(QuantisedFormat):
             for name, group in self.groups.items():
                 problems += self._group_problems(f"config_groups.{name}", group)
         if not problems:
-            ways = {tuple(group["weights"].get(name) for name in self.weights) for group in self.groups.values()}
-            problems += [f"config_groups store weights in {len(ways)} ways"] if len(ways) > 1 else []
+            ways = [[group["weights"].get(name) for name in self.weights] for group in self.groups.values()]
+            problems += ["config_groups store weights in more than one way"] if ways.count(ways[0]) < len(ways) else []
         return problems + self.beside_problems()
 
     def _group_problems(self, where: str, group: Any) -> list[str]:

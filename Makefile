@@ -40,9 +40,10 @@ $(KERNELS)/.installed: $(VENV)/.installed
 test-bad-input: install  ## every key of a model folder and a pool with every wrong value; the suite holds a seeded sample
 	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest -n 2 tests/cluster/planning/test_bad_input_everywhere.py
 
-test-matrix: install  ## every family, layout and dispatch against Transformers; the suite holds a seeded sample
+test-matrix: install  ## every family, checkpoint format, layout and dispatch against Transformers; the suite holds a seeded sample
 	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest tests/workers/test_token_equality.py tests/workers/test_mixed_steps.py \
-		tests/graphs/test_replay.py tests/graphs/test_draft_replay.py tests/workers/compiled/test_compiled_regions.py
+		tests/workers/model/test_published_formats.py tests/graphs/test_replay.py tests/graphs/test_draft_replay.py \
+		tests/workers/compiled/test_compiled_regions.py
 
 test-faults: install  ## every fault at capture and in a step, on 2 and 4 ranks; the suite holds a seeded sample
 	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest -m "not autoscaler" tests/graphs/test_capture_faults.py

@@ -89,6 +89,7 @@ class RankEngine:
 
         Raises:
             ConfigError: this machine has less memory than this rank alone would hold.
+            CheckpointError: some rank has read what no weights can be; raised by every rank.
             RankError: others did not finish reading in time.
         """
         self._loaded, report = load(self.config, self.joined, self.inbox, self.outbox, self._trace)

@@ -1,5 +1,7 @@
 """What a pool would take, before anything is started: buffers, bounds and what decided them, graphs, and what fails."""
 
+import contextlib
+
 import msgspec
 from rich.console import Console
 from rich.table import Table
@@ -9,6 +11,7 @@ from ...dispatch.budgets.capacity import CAPACITY_VARIABLE
 from ...dispatch.budgets.limits import Limits
 from ...dispatch.budgets.planned_buffer import PlannedBuffer
 from ...dispatch.budgets.step_kinds import KINDS, kinds_of
+from ...dispatch.errors import CheckpointError
 from ...dispatch.paths.capacity import capacity_bound, needed_capacity
 from ...dispatch.registry import way_of
 from ...graphs.plan import CaptureEntry, plan_captures
@@ -39,6 +42,20 @@ class PlannedGraphs(msgspec.Struct, frozen=True):
     layers: int
 
 
+class StoredWeights(msgspec.Struct, frozen=True):
+    """Weights of a checkpoint that ranks hold otherwise than its files do.
+
+    Attributes:
+        format: of the files, see `workers.model.formats.registry`.
+        file_bytes: of all of them; `None` where they are not there yet, or are not read.
+        held_bytes: dense weights once and all experts, as ranks expand them.
+    """
+
+    format: str
+    file_bytes: int | None
+    held_bytes: int
+
+
 class PlanReport(msgspec.Struct, frozen=True):
     """Sizes of one rank, the same for every rank, and what is wrong with the configuration.
 
@@ -55,6 +72,7 @@ class PlanReport(msgspec.Struct, frozen=True):
         refusals: what keeps `generate` from running this plan though the plan itself holds: weights that are missing, a
             mode that is not built yet.
         notes: what of the model's generation_config.json is applied and what is not.
+        stored: how a quantised checkpoint stores its weights; `None` for others.
     """
 
     config: RankConfig
@@ -68,6 +86,7 @@ class PlanReport(msgspec.Struct, frozen=True):
     problems: tuple[str, ...]
     refusals: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    stored: StoredWeights | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -99,7 +118,21 @@ def plan_pool(config: PoolConfig) -> PlanReport:
         problems=pool_problems(config, rank_config),
         refusals=launch_refusals(rank_config),
         notes=tuple(rank_config.spec.generation.notes(config.generation_config)),
+        stored=_stored(rank_config),
     )
+
+
+def _stored(config: RankConfig) -> StoredWeights | None:
+    from ...workers.model.weight_files import weight_files
+
+    spec = config.spec
+    if spec.expanded_from is None:
+        return None
+    file_bytes = None
+    if config.weights == "checkpoint":
+        with contextlib.suppress(CheckpointError):  # it is among the refusals
+            file_bytes = sum(file.stat().st_size for file in weight_files(spec.path))
+    return StoredWeights(spec.expanded_from, file_bytes, spec.dense_bytes + spec.expert_bytes)
 
 
 def _bounds(config: RankConfig, given: Limits) -> tuple[PlannedBound, ...]:
@@ -152,6 +185,13 @@ def print_plan(report: PlanReport, console: Console) -> None:
         f"dispatch {config.dispatch}; experts {config.experts}{role}",
     )
     console.print(_buffer_table(report))
+    if report.stored is not None:
+        in_files = "" if report.stored.file_bytes is None else f", {report.stored.file_bytes:,} bytes in all files"
+        _say(
+            console,
+            f"weights: stored as {report.stored.format}{in_files}; expanded to {spec.dtype} as ranks read them, "
+            f"{report.stored.held_bytes:,} bytes",
+        )
     if report.gpu_memory is not None:
         _print_memory(report.gpu_memory, console)
     if report.host_memory is not None:

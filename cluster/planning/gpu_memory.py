@@ -106,10 +106,12 @@ def memory_problem(config: PoolConfig, rank_config: RankConfig) -> str | None:
     need = memory_need(config, rank_config)
     if need is None or need.fits:
         return None
+    spec = rank_config.spec
+    stored = "" if spec.expanded_from is None else f" Weights, {spec.expanded_from}, are held expanded to {spec.dtype}."
     share = f" x cache.gpu_memory_utilization={need.utilization:g}" if need.utilization < 1 else ""
     return (
         f"ranks={config.ranks} does not fit: needs {need}; available are {need.available:,} "
-        f"(placement.gpu_memory_bytes={need.gpu_memory:,}{share}). {_way_out(config, rank_config.spec)}"
+        f"(placement.gpu_memory_bytes={need.gpu_memory:,}{share}).{stored} {_way_out(config, spec)}"
     )
 
 

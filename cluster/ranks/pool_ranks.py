@@ -142,7 +142,10 @@ class PoolRanks:
             async for line in self.rank_set.prepare_kernels():
                 yield line
         begin_stage(DriverState.LOADING)
-        yield f"loading {self.config.spec.path} on {len({place.node_id for place in self.rank_set.places})} node(s)"
+        spec, num_nodes = self.config.spec, len({place.node_id for place in self.rank_set.places})
+        is_expanded = self.config.weights == "checkpoint" and spec.expanded_from is not None
+        expanded = f", {spec.expanded_from} expanded to {spec.dtype}" if is_expanded else ""
+        yield f"loading {spec.path} on {num_nodes} node(s){expanded}"
         loads: list[LoadReport] = await self.rank_set.call("load", collective=True)
         await self._weights.require_same(loads)
         await self._weights.look_at_disk(self.rank_set.actors, self.rank_set.places)

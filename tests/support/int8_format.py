@@ -43,9 +43,9 @@ class Int8Format(CheckpointFormat):
         rows, scales = Part(name, ("I8",), header.shape), Part(name + SCALE, ("F32",), header.shape[:-1])
         return StoredTensor(header.shape, {"rows": rows, "scales": scales}, expanded, is_stacked=len(header.shape) == 3)
 
-    def header_problems(self, headers: Mapping[str, Header]) -> list[str]:
+    def header_problems(self, headers: Mapping[str, Header], taken: Mapping[str, bool]) -> list[str]:
         alone = self.folder.quantization.get("modules_to_not_convert", [])
-        stored = [name for name in headers if name + SCALE in headers and name.rpartition(".")[0] in alone]
+        stored = [name for name in taken if name + SCALE in headers and name.rpartition(".")[0] in alone]
         return [f"modules_to_not_convert names {', '.join(stored)}, which is int8 with scales"] if stored else []
 
 

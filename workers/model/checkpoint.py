@@ -16,7 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import DistributedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
 from transformers.distributed.expert_parallel import EPImplementationInterface, apply_expert_parallelism
 from transformers.modeling_utils import LoadStateDictConfig
 
@@ -75,11 +80,35 @@ def check_weights(spec: ModelSpec) -> None:
     model.mark_tied_weights_as_initialized(loading_info)
     model.tie_weights(missing_keys=loading_info.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(loading_info)
-    refuse_incomplete(spec.path, loading_info.to_dict() | {"conversion_errors": loading_info.conversion_errors})
     taken = {name: stored[name] for name, shape in sorted(shapes.items()) if shape.is_taken}
     _refuse_parts(spec.path, taken, headers, model)
-    if problems := checkpoint_format.header_problems(headers):
+    refuse_incomplete(spec.path, loading_info.to_dict() | {"conversion_errors": loading_info.conversion_errors})
+    if problems := checkpoint_format.header_problems(headers, _are_projections(model, taken)):
         raise CheckpointError(f"model={spec.path!r}: {'; '.join(problems)}")
+
+
+def _are_projections(model: PreTrainedModel, names: Iterable[str]) -> dict[str, bool]:
+    """Of tensors that the loader takes, by their names in the files: whether they are weights of linear modules or of
+    experts."""
+    state, mapping = model.state_dict(), get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    experts = {name for name in expert_parallel_plan(model) if name in state and state[name].dim() == 3}
+    linear = {f"{name}.weight" for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)}
+
+    def is_projection(name: str) -> bool:
+        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        return renamed in experts or renamed in linear
+
+    # Experts are many, and all of one layer are renamed alike.
+    of_first: dict[str, bool] = {}
+    found = {}
+    for name in names:
+        first = re.sub(r"(\bexperts\.)\d+\.", r"\g<1>0.", name)
+        if first not in of_first:
+            of_first[first] = is_projection(first)
+        found[name] = of_first[first]
+    return found
 
 
 def _refuse_parts(
@@ -178,20 +207,24 @@ def load_sharded_model(
         The model, and what was read of each file.
 
     Raises:
-        CheckpointError: weights are missing or of the wrong shape.
+        CheckpointError: weights are missing, of the wrong shape, or stored as no weights can be.
     """
     digest = WeightsDigest()
     sharded_class = sharded_class_of(spec, exchange, ep_mesh, tp_mesh)
-    model, loading_info = sharded_class.from_pretrained(
-        None,
-        config=read_config(spec.path),
-        state_dict=_as_plain(format_of(spec), open_slices(spec.path, digest), getattr(torch, spec.dtype)),
-        dtype=getattr(torch, spec.dtype),
-        attn_implementation=ATTENTION_NAME,
-        experts_implementation=EXPERTS_IMPLEMENTATION,
-        distributed_config=DistributedConfig(),
-        output_loading_info=True,
-    )
+    weights = _as_plain(format_of(spec), open_slices(spec.path, digest), getattr(torch, spec.dtype))
+    try:
+        model, loading_info = sharded_class.from_pretrained(
+            None,
+            config=read_config(spec.path),
+            state_dict=weights,
+            dtype=getattr(torch, spec.dtype),
+            attn_implementation=ATTENTION_NAME,
+            experts_implementation=EXPERTS_IMPLEMENTATION,
+            distributed_config=DistributedConfig(),
+            output_loading_info=True,
+        )
+    except CheckpointError as error:  # of a tensor that is expanded, which does not know the folder
+        raise CheckpointError(f"model={spec.path!r}: {error}") from error
     refuse_incomplete(spec.path, loading_info)
     keep_local_shards(model)
     return model.eval().requires_grad_(False), digest.summed()

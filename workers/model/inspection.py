@@ -7,6 +7,7 @@ starts.
 """
 
 import copy
+import json
 import math
 import os
 from pathlib import Path
@@ -33,6 +34,9 @@ from .probe import ModelProbe, refuse_other_state
 from .reading import Settings, reading
 from .spec import ModelSpec, digest_of_config, digest_of_tokenizer
 
+_SERVED_AS = {"kimi_k2": "deepseek_v3"}
+"""Families that Transformers does not know, by their names in `config.json`, and those that they are: their folders
+bring code of another family under their own name."""
 _PACKABLE_ROPE = ("default", "linear", "yarn", "llama3", "proportional")
 
 
@@ -60,12 +64,16 @@ def read_config(path: str) -> PreTrainedConfig:
     if not os.path.isfile(os.path.join(path, "config.json")):
         raise CheckpointError(f"model={path!r} has no config.json: it is not a Hugging Face model folder")
     with reading(path, "its config.json cannot be read", _config_of):
+        settings = json.loads((Path(path) / "config.json").read_bytes())
+        if isinstance(settings, dict) and settings.get("model_type") in _SERVED_AS:
+            return _config_of(settings)
         # Code of the folder's own is never run, and nobody is asked whether it may.
         return _unquantised(AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False))
 
 
 def _config_of(settings: Settings) -> PreTrainedConfig:
-    return _unquantised(CONFIG_MAPPING[settings["model_type"]].from_dict(copy.deepcopy(settings)))
+    family = _SERVED_AS.get(settings["model_type"], settings["model_type"])
+    return _unquantised(CONFIG_MAPPING[family].from_dict(copy.deepcopy({**settings, "model_type": family})))
 
 
 _COMPUTED_IN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -144,6 +144,11 @@ class ModelSpec(msgspec.Struct, frozen=True):
     checkpoint_format: str = "plain"
 
     @property
+    def expanded_from(self) -> str | None:
+        """The format that ranks expand weights from as they read them; `None` where files hold them in floats."""
+        return None if self.checkpoint_format == "plain" else self.checkpoint_format
+
+    @property
     def kv_bytes_per_token(self) -> int:
         return sum(shape.width for shape in self.attention) * self.dtype_bytes
 

@@ -41,10 +41,10 @@ class WeightsDigest:
             key: what of it was read: `...`, or slices of which the first says which experts.
             read: the values, as they are in the file.
         """
-        if key is Ellipsis:
-            self._dense[file] += self._hash(tensor, "", read)
-        elif _SINGLE_EXPERT.search(tensor):
+        if _SINGLE_EXPERT.search(tensor):  # read by the rank that owns it alone; what it is expanded from, whole
             self._experts[file] += self._hash(tensor, "", read)
+        elif key is Ellipsis:
+            self._dense[file] += self._hash(tensor, "", read)
         else:
             # Another number of ranks divides a stack elsewhere: its experts are the largest parts that stay whole.
             first = key[0].start or 0

@@ -6,8 +6,10 @@ import time
 from dataclasses import dataclass
 
 import msgspec
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
 
+from ...dispatch.errors import CheckpointError
 from ...dispatch.expert_load import ExpertLoad
 from ...dispatch.moe import MoeExchange
 from ...dispatch.probe import HostGroup
@@ -26,7 +28,7 @@ from ..observing.reporter import StepReporter
 from ..observing.trace import StepTrace
 from ..path_selection.candidates import kept_measurements, loading_path, path_check, path_maker
 from ..path_selection.selection import PathSelection
-from ..rank_config import LoadReport, RankConfig
+from ..rank_config import LoadReport, RankConfig, ReadFile
 from ..scheduling.continued_text import Decode
 from ..scheduling.scheduler import Scheduler
 from ..speculation.draft import DraftModel, make_draft
@@ -74,6 +76,7 @@ def load(
 
     Raises:
         ConfigError: this machine has less memory than this rank alone would hold.
+        CheckpointError: some rank has read what no weights can be; raised by every rank.
         RankError: others did not finish reading in time.
     """
     refuse_beyond_host(config, ranks_here=1)
@@ -83,10 +86,14 @@ def load(
     maker = path_maker(config, rank, joined.collectives, joined.world, device, kept)
     exchange = MoeExchange(layout, rank, loading_path(config, maker), joined.collectives)
     peak_before, started = _peak_memory(), time.perf_counter()
-    model, files = read_weights(config, exchange, device)
-    exchange.describe_layers(model, config.spec)
+    read, problem = _read_or_problem(config, exchange, device)
     load_seconds, peak_after = time.perf_counter() - started, _peak_memory()
-    wait_for_all(joined.store, "read their weights", rank, layout.world_size, config.start_timeout_s)
+    wait = "read their weights", rank, layout.world_size, config.start_timeout_s
+    if problems := sorted({one for one in wait_for_all(joined.store, *wait, value=problem) if one}):
+        raise CheckpointError("; ".join(problems))
+    assert read is not None, "a rank that has read nothing says why"
+    model, files = read
+    exchange.describe_layers(model, config.spec)
     own_experts = expert_bytes(model)
     dense_bytes = sum(parameter.nbytes for parameter in model.parameters()) - own_experts
     seconds = {"weights": load_seconds}
@@ -140,6 +147,16 @@ def load(
     return LoadedRank(config, draft, layers.held, graphs, expert_load, loop), report
 
 
+def _read_or_problem(
+    config: RankConfig, exchange: MoeExchange, device: torch.device
+) -> tuple[tuple[PreTrainedModel, tuple[ReadFile, ...]] | None, str]:
+    """See `read_weights`; or what is wrong with what this rank has read, which another may not have to."""
+    try:
+        return read_weights(config, exchange, device), ""
+    except CheckpointError as error:
+        return None, str(error)
+
+
 def _scheduler(config: RankConfig, allocator: BlockAllocator) -> Scheduler:
     spec = config.spec
     return Scheduler(
@@ -162,7 +179,7 @@ def _expert_load(config: RankConfig, joined: Joined, exchange: MoeExchange) -> E
 
 
 def _decode(spec: ModelSpec) -> Decode:
-    tokenizer = AutoTokenizer.from_pretrained(spec.path, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(spec.path, local_files_only=True, trust_remote_code=False)
     return lambda token_ids, skip: tokenizer.decode(token_ids, skip_special_tokens=skip)
 
 

@@ -110,7 +110,12 @@ def test_deepseek_v3_in_bf16_on_8_gpus_is_refused_with_bytes_and_the_ranks_that_
     assert weights == 34_448_128_000 + 1_307_817_541_632 // 8
     assert needed > weights > H200_BYTES
     assert f"available are {H200_BYTES:,} (placement.gpu_memory_bytes={H200_BYTES:,})" in said
+    assert "Weights, block_fp8, are held expanded to bfloat16." in said
     assert "The smallest number of ranks that would fit is 16: set ranks to it" in said
+    assert (
+        f"weights: stored as block_fp8; expanded to bfloat16 as ranks read them, {34_448_128_000 + 1_307_817_541_632:,}"
+        in output
+    )
 
 
 def test_launch_refuses_what_cannot_fit_before_ray_is_touched():

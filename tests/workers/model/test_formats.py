@@ -124,16 +124,25 @@ def test_what_a_format_refuses_is_refused_with_its_reason(int8, random_models, t
         inspect_model(str(stored))
     int8.declare(stored, quant_method="rows_in_int5")
     with pytest.raises(
-        CheckpointError, match=r"is quantised \(rows_in_int5\): quantised checkpoints are not supported"
+        CheckpointError, match=r"is quantised \(quant_method='rows_in_int5'\), in a format that is not read"
     ):
         inspect_model(str(stored))
 
 
-def test_what_was_read_is_told_apart_by_scales_too_whatever_the_number_of_ranks(int8, random_models, tmp_path):
-    stored, _ = int8.write_pair(random_models["gpt_oss"], tmp_path)
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen3_moe", f"{EXPERT}.down_proj.weight_scale"),
+        ("gpt_oss", "model.layers.1.mlp.experts.down_proj_scale"),
+    ],
+    ids=["expert by expert", "stacked"],
+)
+def test_what_was_read_is_told_apart_by_scales_too_whatever_the_number_of_ranks(
+    family, name, int8, random_models, tmp_path
+):
+    stored, _ = int8.write_pair(random_models[family], tmp_path)
     before = held_by_files(str(stored), loads_of_pool(pool_of(stored, ranks=1)))
     assert held_by_files(str(stored), loads_of_pool(pool_of(stored))) == before
-    name = "model.layers.1.mlp.experts.down_proj_scale"
     rewritten(stored, name, lambda weights, name: weights[name].mul_(2))
     now = held_by_files(str(stored), loads_of_pool(pool_of(stored, ranks=1)))
     assert sum(now[file] != before[file] for file in before) == 1

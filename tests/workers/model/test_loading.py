@@ -1,5 +1,6 @@
 """What a rank holds after loading, and what it needed on the way, on a checkpoint large enough to tell."""
 
+import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -16,16 +17,19 @@ from expert_pool.workers.rank_config import LoadReport, RankConfig
 from expert_pool.workers.start import loading
 from models import COMMON
 from plain_ranks import CONTEXT, DEADLINE_S
+from safetensors.torch import load_file, save_file
+from stored_checkpoints import BLOCK_FP8, INDEX, change_json
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.initialization import no_init_weights
 
 RANKS = 4
+LARGE_FP8 = {**BLOCK_FP8, "modules_to_not_convert": ["lm_head", "model.layers.*.self_attn"]}
 SLACK = 300 << 20
 
 
 @pytest.fixture(scope="module")
-def large_model(tmp_path_factory) -> Iterator[str]:
-    """About 800 MB in float32, nearly all of it experts, in shards."""
+def large_models(tmp_path_factory) -> Iterator[dict[str, str]]:
+    """About 800 MB in float32, nearly all of it experts, in shards; and the same in block fp8."""
     folder = tmp_path_factory.mktemp("large")
     config = Qwen3MoeConfig(
         num_hidden_layers=4,
@@ -42,8 +46,22 @@ def large_model(tmp_path_factory) -> Iterator[str]:
         torch.nn.init.constant_(parameter, 0.01)
     model.save_pretrained(folder, max_shard_size="100MB")
     del model
-    yield str(folder)
+    stored = tmp_path_factory.mktemp("stored")
+    shutil.copy(folder / "config.json", stored)
+    change_json(stored / "config.json", lambda config: config | {"quantization_config": LARGE_FP8})
+    weight_map = {}
+    for file in folder.glob("*.safetensors"):
+        weights = load_file(file)
+        for name in [name for name in weights if ".experts." in name]:
+            rows, columns = weights[name].shape
+            weights[name] = weights[name].to(torch.float8_e4m3fn)
+            weights[f"{name}_scale_inv"] = torch.ones(rows // 128, columns // 128)
+        save_file(weights, stored / file.name, {"format": "pt"})
+        weight_map |= dict.fromkeys(weights, file.name)
+    (stored / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    yield {"plain": str(folder), "block_fp8": str(stored)}
     shutil.rmtree(folder)
+    shutil.rmtree(stored)
 
 
 def load_all(config: RankConfig, last_reads_after_s: float = 0) -> list[LoadReport | str]:
@@ -90,12 +108,14 @@ def _load(config: RankConfig, rank: int, rendezvouses: Any, reports: Any, reads_
         time.sleep(2)  # the store of rank 0 is there until all have said so
 
 
-def test_a_rank_reads_its_own_experts_and_needs_little_more_memory_than_they_take(large_model):
+@pytest.mark.parametrize("stored", ["plain", "block_fp8"])
+def test_a_rank_reads_its_own_experts_and_needs_little_more_memory_than_they_take(stored, large_models):
+    large_model = large_models[stored]
     config = PoolConfig(model=large_model, ranks=RANKS, cache=CacheConfig(num_tokens=512), limits=Limits(64, 8))
     spec = inspect_model(large_model)
     on_disk = sum(file.stat().st_size for file in Path(large_model).glob("*.safetensors"))
-    assert len(list(Path(large_model).glob("*.safetensors"))) > RANKS
-    assert spec.expert_bytes > 0.98 * on_disk
+    assert spec.checkpoint_format == stored
+    assert spec.expert_bytes > 0.98 * on_disk * (4 if stored == "block_fp8" else 1)
 
     for report in load_all(resolve(config, spec)):
         assert report.expert_bytes == spec.expert_bytes // RANKS

@@ -29,6 +29,20 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 Expand = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 
 
+class BadPart(Exception):
+    """Raised by `Expand`: no weights can be made of the values of a part. Whoever reads it names the tensor.
+
+    Args:
+        part: its name in `StoredTensor.parts`.
+        what: is wrong, as it follows the name of the tensor.
+    """
+
+    def __init__(self, part: str, what: str):
+        super().__init__(part, what)
+        self.part = part
+        self.what = what
+
+
 @dataclass(frozen=True)
 class Header:
     """What a file says of one of its tensors.
@@ -65,7 +79,7 @@ class StoredTensor:
         shape: of that tensor, which is held to the model's.
         parts: what it comes from, by the names that `expand` knows them by.
         expand: from the parts' values to the tensor's, in any float; `None`: the only part is read as it is. It is
-            called on a loading rank, on CPU tensors, and keeps none of them.
+            called on a loading rank, on CPU tensors, and keeps none of them. Raises `BadPart`.
         is_stacked: whether the first dimension of the tensor, and of every part, counts experts. `expand` gets the
             parts of one expert then, without it.
     """
@@ -125,8 +139,14 @@ class CheckpointFormat(ABC):
         """
         raise NotImplementedError
 
-    def header_problems(self, headers: Mapping[str, Header]) -> list[str]:
-        """What else of the files cannot be served: a module, say, that is declared to be left alone, and is not."""
+    def header_problems(self, headers: Mapping[str, Header], taken: Mapping[str, bool]) -> list[str]:
+        """What else of the files cannot be served: a module, say, that is declared to be left alone, and is not.
+
+        Args:
+            headers: as for `tensors`, whose parts are there and right.
+            taken: tensors that the model takes, by their names in a plain checkpoint; whether each is the weight of a
+                linear module or of experts, which a quantisation is about.
+        """
         return []
 
     def held_bytes(self, name: str, parameter: torch.Tensor) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ....dispatch.errors import CheckpointError
-from .contract import StoredTensor
+from .contract import BadPart, StoredTensor
 
 
 class ExpandedTensor:
@@ -48,7 +48,11 @@ class ExpandedTensor:
         else:
             one = slice(expert, expert + 1)
             values = {name: self._slices[part.name][(one,)][0] for name, part in parts.items()}
-        expanded = expand(values)
+        try:
+            expanded = expand(values)
+        except BadPart as bad:
+            of_expert = "" if expert is Ellipsis else f" of expert {expert}"
+            raise CheckpointError(f"{parts[bad.part].name}{of_expert} {bad.what}") from bad
         expected = self._stored.shape[0 if expert is Ellipsis else 1 :]
         assert tuple(expanded.shape) == expected, f"{tuple(expanded.shape)} is not the shape {expected} of the tensor"
         return expanded.to(self._dtype)

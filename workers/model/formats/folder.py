@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ..reading import reading
 from ..spec import MODELOPT_FILE
 from ..weight_files import headers_of, open_slices
 from .contract import Header
@@ -27,15 +28,27 @@ class ModelFolder:
         return self._settings("config.json").get("quantization_config")
 
     @property
+    def model_type(self) -> Any:
+        """The family that `config.json` names."""
+        return self._settings("config.json").get("model_type")
+
+    @property
     def method(self) -> Any:
-        """The method that `quantization_config` names."""
+        """The method that `quantization_config` names; `None` where it names none."""
         declared = self.quantization
-        return declared.get("quant_method") if isinstance(declared, dict) else declared
+        return declared.get("quant_method") if isinstance(declared, dict) else None
 
     @cached_property
-    def modelopt(self) -> Mapping[str, Any]:
-        """What ModelOpt wrote beside `config.json`; empty where it did not."""
-        return self._settings(MODELOPT_FILE) if (Path(self.path) / MODELOPT_FILE).is_file() else {}
+    def modelopt(self) -> Mapping[str, Any] | None:
+        """What ModelOpt wrote beside `config.json`; `None` where it did not.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        if not (Path(self.path) / MODELOPT_FILE).is_file():
+            return None
+        with reading(self.path, f"its {MODELOPT_FILE} cannot be read"):
+            return self._settings(MODELOPT_FILE)
 
     @cached_property
     def headers(self) -> Mapping[str, Header]:

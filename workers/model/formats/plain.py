@@ -6,6 +6,8 @@ from .contract import CheckpointFormat, Header, StoredTensor, stored_as_it_is
 from .folder import ModelFolder
 from .registry import register
 
+_SCALES = ("_scale", "_scale_inv", "_scale_2", "_zero_point")
+
 
 @register
 class PlainFormat(CheckpointFormat):
@@ -20,3 +22,11 @@ class PlainFormat(CheckpointFormat):
 
     def tensors(self, headers: Mapping[str, Header]) -> dict[str, StoredTensor]:
         return {name: stored_as_it_is(name, header) for name, header in headers.items()}
+
+    def header_problems(self, headers: Mapping[str, Header], taken: Mapping[str, bool]) -> list[str]:
+        scales = sorted(name + ending for name in taken for ending in _SCALES if name + ending in headers)
+        if not scales:
+            return []
+        return [
+            f"{len(scales)} scale(s) of quantised weights, {scales[0]} the first, and config.json names no quantisation"
+        ]

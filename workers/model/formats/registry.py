@@ -32,9 +32,10 @@ def recognised(folder: ModelFolder) -> CheckpointFormat:
     """
     found = [one for one in _known().values() if one.recognises(folder)]
     if not found:
+        names = ", ".join(name for name, one in _known().items() if not one.is_plain)
         raise CheckpointError(
-            f"model={folder.path!r} is quantised ({folder.method}): quantised checkpoints are not supported, use a "
-            "bfloat16 one"
+            f"model={folder.path!r} is quantised ({_said_of(folder)}), in a format that is not read: use a checkpoint "
+            f"in one of {names}, or one in bfloat16"
         )
     checkpoint_format = min(found, key=lambda one: one.is_plain)(folder)
     if problems := checkpoint_format.problems():
@@ -45,6 +46,14 @@ def recognised(folder: ModelFolder) -> CheckpointFormat:
 def format_of(spec: ModelSpec) -> CheckpointFormat:
     """The format that a model was found to be stored in, over the folder as it is here."""
     return _known()[spec.checkpoint_format](ModelFolder(spec.path))
+
+
+def _said_of(folder: ModelFolder) -> str:
+    """What tells its quantisation from others."""
+    names = "quant_method", "quant_algo", "format"
+    declared = folder.quantization if isinstance(folder.quantization, dict) else {}
+    told = [f"{name}={declared[name]!r:.40}" for name in names if name in declared]
+    return ", ".join(told) or f"quantization_config={folder.quantization!r:.60}"
 
 
 def _known() -> dict[str, type[CheckpointFormat]]:

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
+from ...dispatch.budgets.stored_coding import weights_kind
 from ...dispatch.errors import ConfigError
 from ...dispatch.expert_path import ExpertPath, MemberPath
 from ...dispatch.moe import MoeExchange
@@ -133,8 +134,9 @@ class PathSelection:
         key = self._key(left, layers)
         found = None if cache is None else cache.find(key)
         shapes = [layer.shape.text for layer in layers]
+        ranks, weights = config.layout.world_size, weights_kind(config.stored)
         if found is not None and not table_problems(
-            found, config.worker.device, config.quantisation, config.capacity, shapes, config.layout.world_size
+            found, config.worker.device, config.quantisation, config.capacity, shapes, ranks, weights
         ):
             cached, source = PathTable(found), f"from tuning.cache={config.tuning.cache}"
             try:
@@ -300,7 +302,7 @@ class PathSelection:
             *machines,
             f"{config.layout.dp_size} x {config.layout.attn_tp_size} ranks",
             ", ".join(f"{shapes.count(shape)} x ({shape})" for shape in dict.fromkeys(shapes)),
-            f"{config.spec.dtype}, quantisation {config.quantisation}",
+            f"{config.spec.dtype}, quantisation {config.quantisation}, experts {weights_kind(config.stored)}",
             f"rows {measured_rows(config.limits, config.layout, config.capacity)}",
             f"paths {', '.join(map(str, names))}",
             f"within {config.tuning.max_bytes} bytes",
@@ -313,7 +315,8 @@ def named_paths(config: RankConfig) -> tuple[PathName, ...]:
     tuning, device, quantisation = config.tuning, config.worker.device, config.quantisation
     if config.dispatch == MEASURED:
         ranks = config.layout.world_size
-        return candidate_paths(tuning, device, config.experts, quantisation, config.capacity, ranks)
+        weights = weights_kind(config.stored)
+        return candidate_paths(tuning, device, config.experts, quantisation, config.capacity, ranks, weights)
     if config.dispatch in fused_kinds():
         return (PathName.fused(config.dispatch, config.capacity),)
     experts = experts_for(config.experts, quantisation)

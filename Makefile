@@ -31,7 +31,8 @@ test: install  ## the whole suite but for what the targets below hold
 
 test-kernels: $(KERNELS)/.installed  ## Triton kernels in its interpreter, against plain PyTorch; `test` skips them
 	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/$(KERNELS) $(BIN)/python -m pytest tests/workers/kernels/test_routers.py \
-		tests/dispatch/test_routing_kernels.py tests/dispatch/test_triton_gemm.py tests/dispatch/test_triton_experts.py
+		tests/dispatch/test_routing_kernels.py tests/dispatch/test_triton_gemm.py tests/dispatch/test_triton_experts.py \
+		tests/dispatch/test_humming_kernels.py
 
 $(KERNELS)/.installed: $(VENV)/.installed
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(KERNELS) $$($(BIN)/python -c '$(PRINT_KERNELS)')
@@ -42,8 +43,8 @@ test-bad-input: install  ## every key of a model folder and a pool with every wr
 
 test-matrix: install  ## every family, checkpoint format, layout and dispatch against Transformers; the suite holds a seeded sample
 	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest tests/workers/test_token_equality.py tests/workers/test_mixed_steps.py \
-		tests/workers/model/test_published_formats.py tests/graphs/test_replay.py tests/graphs/test_draft_replay.py \
-		tests/workers/compiled/test_compiled_regions.py
+		tests/workers/model/test_published_formats.py tests/workers/model/test_kept_weights.py tests/graphs/test_replay.py \
+		tests/graphs/test_draft_replay.py tests/workers/compiled/test_compiled_regions.py
 
 test-faults: install  ## every fault at capture and in a step, on 2 and 4 ranks; the suite holds a seeded sample
 	EXPERT_POOL_FULL_MATRIX=1 $(BIN)/python -m pytest -m "not autoscaler" tests/graphs/test_capture_faults.py

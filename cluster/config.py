@@ -30,6 +30,7 @@ from ..workers.config import (
     DeviceName,
     DTypeName,
     GenerationConfigName,
+    StoredWeightsName,
     WeightsName,
     WorkerConfig,
 )
@@ -40,6 +41,7 @@ from ..workers.sizes.attention import records_prefill
 from ..workers.sizes.kv_blocks import bytes_per_token
 from .decoding import decode, read_mapping
 from .driver.recovery import RecoveryConfig
+from .stored_weights import stored_problems, with_stored_weights
 
 _LABEL = re.compile(r"([A-Za-z0-9][A-Za-z0-9.-]*/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
@@ -98,6 +100,8 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         attn_tp_size: ranks that share one batch; `ranks / attn_tp_size` batches run side by side.
         dtype: of weights and computation; unset: the checkpoint's.
         weights: `checkpoint`, or `random` to measure a pool with nothing but the model's `config.json`.
+        stored_weights: of quantised checkpoints: `expand` holds experts in the model's dtype; `keep` holds them in the
+            bytes of their files, or refuses what cannot be kept; `auto` keeps them on GPUs where kernels read them.
         dispatch: how tokens reach their experts. `measured` measures the ways there are at start-up and takes the best
             for each number of rows; `auto` is that on GPUs, and the all-gather on CPUs.
         experts: what computes them; `auto` is PyTorch, and where paths are measured whatever is fastest. `cutedsl` is
@@ -129,6 +133,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attn_tp_size: int = 1
     dtype: DTypeName | None = None
     weights: WeightsName = "checkpoint"
+    stored_weights: StoredWeightsName = "auto"
     dispatch: str = AUTO
     experts: str = AUTO
     quantisation: QuantisationKind = "none"
@@ -208,7 +213,8 @@ def resolve(config: PoolConfig, spec: ModelSpec, environment: Mapping[str, str] 
     """
     rank_config = resolve_unchecked(config, spec, environment)
     asked = spec.generation.problems(spec.path, config.generation_config)
-    problems = (*bounds_problems(config), *asked, *configuration_problems(rank_config))
+    stored = stored_problems(config.stored_weights, rank_config)
+    problems = (*bounds_problems(config), *asked, *stored, *configuration_problems(rank_config))
     if problems:
         raise ConfigError("; ".join(problems))
     return rank_config
@@ -259,6 +265,7 @@ def resolve_unchecked(config: PoolConfig, spec: ModelSpec, environment: Mapping[
         start_timeout_s=config.placement.start_timeout_s,
         default_sampling=spec.generation.sampling if config.generation_config == "model" else SamplingParams(),
     )
+    resolved = with_stored_weights(config.stored_weights, config.experts, resolved)
     if limits.mixed_steps is None:
         settled = msgspec.structs.replace(limits, mixed_steps=records_prefill(resolved))
         resolved = msgspec.structs.replace(resolved, limits=settled)

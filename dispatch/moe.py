@@ -21,6 +21,7 @@ from .errors import GeometryError
 from .expert_load import ExpertLoad
 from .expert_path import ExpertPath
 from .experts.expert_weights import plain_weights
+from .experts.kept_experts import KeptExperts
 from .moe_layer import MoeLayer
 
 StandIn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -70,14 +71,15 @@ class MoeExchange:
             bound = next(one for one in self.bound if one.module is module)
             if bound.layer is not None:  # a model may run one module twice
                 continue
+            kept = bound.kept
             bound.layer = MoeLayer(
                 index=len(self.layers),
                 shape=shape,
                 dtype=getattr(torch, spec.dtype),
                 num_local=bound.num_local_experts,
                 first_expert=self.rank * bound.num_local_experts,
-                weights=plain_weights(module, shape.name),
-                forward=bound.experts_forward,
+                weights=plain_weights(module, shape.name) if kept is None else kept.weights,
+                forward=bound.experts_forward if kept is None else kept.forward_of(bound.experts_forward),
             )
             self.layers.append(bound.layer)
 
@@ -172,12 +174,14 @@ class ExpertParallelExperts(EPImplementation):
     Attributes:
         module: whose forward this takes the place of.
         layer: what it computes; see `MoeExchange.describe_layers`.
+        kept: the module's experts, set before layers are described; `None` where the module has them itself.
     """
 
     def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, exchange: MoeExchange):
         super().__init__(experts, ep_mesh, tp_mesh)
         self.module = experts
         self.layer: MoeLayer | None = None
+        self.kept: KeptExperts | None = None
         self._exchange = exchange
         exchange.bound.append(self)
 

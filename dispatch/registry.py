@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, NoReturn, TypeVar
 
 from .budgets.limits import QuantisationKind
+from .budgets.stored_coding import PLAIN
 from .errors import ConfigError
 from .way import DispatcherWay, ExpertsWay, FusedWay, Way
 
@@ -27,6 +28,7 @@ BUILT_IN = (
     "experts.cutedsl:CuteDslWay",
     "experts.triton_way:TritonWay",
     "experts.nvfp4:Nvfp4Way",
+    "experts.humming.way:HummingWay",
 )
 """Ways of the house, each by its module in `dispatch` and its class; names are listed in this order."""
 
@@ -212,6 +214,16 @@ def experts_kinds(device: str) -> tuple[str, ...]:
     _read_built_in()
     there = [way for way in _experts.values() if device in way.devices]
     return tuple(way.kind for way in sorted(there, key=lambda way: way.devices[device]))
+
+
+def reads(way: type[ExpertsWay] | type[FusedWay], kind: str) -> bool:
+    """Whether a way computes expert weights of a kind; see `stored_coding.weights_kind`."""
+    return kind in way.reads or (issubclass(way, ExpertsWay) and way.is_plain)
+
+
+def native_experts(device: str, kind: str) -> tuple[str, ...]:
+    """Experts of a device that read kept weights of a kind as they are, in the order of their places there."""
+    return tuple(one for one in experts_kinds(device) if kind != PLAIN and kind in experts_of(one).reads)
 
 
 def _kinds(base: type[Way], device: str | None) -> tuple[str, ...]:

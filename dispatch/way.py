@@ -29,6 +29,7 @@ from .budgets.layout import Layout
 from .budgets.limits import Limits, QuantisationKind
 from .budgets.path_settings import PathSettings
 from .budgets.planned_buffer import PlannedBuffer
+from .budgets.stored_coding import PLAIN
 
 if TYPE_CHECKING:
     import torch
@@ -158,6 +159,8 @@ class ExpertsWay(ABC):
         runs_on: that device, for people.
         computes: in which quantisations; one that does not compute in `none` is not named by settings, but taken where
             they ask for the quantisation.
+        reads: which kinds of expert weights, see `stored_coding.weights_kind`; what is plain computes those of every
+            kind, by expanding a layer in each call.
         weights_layout: of the expert weights that it reads.
         is_plain: whether it is what others are held to.
     """
@@ -166,6 +169,7 @@ class ExpertsWay(ABC):
     devices: ClassVar[Mapping[str, int]] = places(cpu=_LAST, cuda=_LAST)
     runs_on: ClassVar[str] = "GPUs"
     computes: ClassVar[tuple[QuantisationKind, ...]] = ("none",)
+    reads: ClassVar[tuple[str, ...]] = (PLAIN,)
     weights_layout: ClassVar[str] = AS_LOADED
     is_plain: ClassVar[bool] = False
 
@@ -210,6 +214,11 @@ class ExpertsWay(ABC):
         return 0
 
     @classmethod
+    def kernel_modules(cls, settings: PathSettings) -> list[tuple[str, Any]]:
+        """What is compiled for them on first use and announced before; as for ways, FlashInfer's or likewise."""
+        return []
+
+    @classmethod
     @abstractmethod
     def make(cls, parts: RankParts) -> ExpertBackend:
         """The backend with its buffers; takes no other rank."""
@@ -236,10 +245,12 @@ class FusedWay(Way):
     Attributes:
         computes: in which quantisations.
         calibrated: those of them for which it wants scales of the activations.
+        reads: which kinds of expert weights, as for experts.
         weights_layout: of the expert weights that it reads.
     """
 
     computes: ClassVar[tuple[QuantisationKind, ...]] = ("none",)
+    reads: ClassVar[tuple[str, ...]] = (PLAIN,)
     calibrated: ClassVar[tuple[QuantisationKind, ...]] = ()
     weights_layout: ClassVar[str] = AS_LOADED
 

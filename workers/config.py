@@ -10,6 +10,7 @@ from .observing.logs import LogLevel
 DTypeName = Literal["float32", "bfloat16", "float16"]
 DeviceName = Literal["cpu", "cuda"]
 WeightsName = Literal["checkpoint", "random"]
+StoredWeightsName = Literal["expand", "keep", "auto"]
 GenerationConfigName = Literal["ignore", "model"]
 PrefillBackend = Literal["fa2", "fa3", "auto"]
 AttentionName = Literal["auto", "torch"]

@@ -6,6 +6,7 @@ import msgspec
 
 from ..dispatch.budgets.layout import Layout
 from ..dispatch.budgets.limits import Limits, QuantisationKind
+from ..dispatch.budgets.stored_coding import StoredCoding
 from ..dispatch.paths.tuning import Tuning
 from .config import WeightsName, WorkerConfig
 from .model.spec import ModelSpec
@@ -32,6 +33,7 @@ class RankConfig(msgspec.Struct, frozen=True):
         num_blocks: KV blocks, the padding block included; with `gpu_memory_utilization`, the most there may be. Ranks
             that have measured replace it by what they agreed on, which is then part of every agreement.
         weights: where they come from.
+        stored: how experts are kept that stay in the bytes of their checkpoint; `None`: they are expanded.
         gpu_memory_utilization: the share of a GPU's memory to fill; `None`: `num_blocks` is settled.
         start_timeout_s: how long a rank waits for the slowest to read its weights; see `PlacementConfig`.
         default_sampling: of prompts that do not say; the ranks themselves get each request's own.
@@ -50,9 +52,26 @@ class RankConfig(msgspec.Struct, frozen=True):
     num_blocks: int
     plugins: tuple[str, ...] = ()
     weights: WeightsName = "checkpoint"
+    stored: StoredCoding | None = None
     gpu_memory_utilization: float | None = None
     start_timeout_s: float = 1800.0
     default_sampling: SamplingParams = SamplingParams()
+
+    @property
+    def held_as(self) -> str:
+        """How ranks hold weights that are stored otherwise, for people; empty where files hold them in floats."""
+        spec = self.spec
+        if self.weights != "checkpoint" or spec.expanded_from is None:
+            return ""
+        expanded = f"{spec.expanded_from} expanded to {spec.dtype}"
+        return (
+            expanded if self.stored is None else f"experts kept as {self.stored.format} stores them, other {expanded}"
+        )
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of all experts, as ranks hold them, all together."""
+        return self.spec.expert_bytes if self.stored is None else self.spec.kept_expert_bytes(self.stored)
 
     @property
     def digest(self) -> int:
@@ -106,6 +125,7 @@ class LoadReport(msgspec.Struct, frozen=True):
         layers: lines about what runs in each layer, and how long compiling took.
         experts: lines about the paths to the experts that were chosen and dropped; the same on every rank.
         files: what the rank has read of each weight file; empty with `weights: random`.
+        held_as: how weights are held that files store otherwise; empty where they do not. Equal on every rank.
     """
 
     rank: int
@@ -120,6 +140,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     layers: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
     files: tuple[ReadFile, ...] = ()
+    held_as: str = ""
 
 
 class Rendezvous(msgspec.Struct, frozen=True):

@@ -14,11 +14,21 @@ import msgspec
 from ...dispatch.budgets.limits import Limits
 from ...dispatch.errors import ConfigError
 from ...dispatch.registry import dispatch_names
-from ...workers.config import DeviceName, DTypeName, GenerationConfigName, WeightsName
+from ...workers.config import DeviceName, DTypeName, GenerationConfigName, StoredWeightsName, WeightsName
 from ...workers.request import SamplingParams
 from ..config import PoolConfig, load_config
 
-_TOP_LEVEL = ("model", "ranks", "attn_tp_size", "dtype", "weights", "dispatch", "address", "generation_config")
+_TOP_LEVEL = (
+    "model",
+    "ranks",
+    "attn_tp_size",
+    "dtype",
+    "weights",
+    "stored_weights",
+    "dispatch",
+    "address",
+    "generation_config",
+)
 
 
 class _Integers(click.ParamType):
@@ -71,6 +81,11 @@ _OPTIONS = [
     click.option("--attn-tp-size", type=int, help="Ranks that share one batch."),
     click.option("--dtype", type=click.Choice(get_args(DTypeName)), help="Default: the checkpoint's."),
     click.option("--weights", type=click.Choice(get_args(WeightsName)), help="random: only config.json is needed."),
+    click.option(
+        "--stored-weights",
+        type=click.Choice(get_args(StoredWeightsName)),
+        help="keep: hold experts in a quantised checkpoint's own bytes. Default auto: on GPUs that compute them so.",
+    ),
     click.option(
         "--generation-config",
         type=click.Choice(get_args(GenerationConfigName)),

@@ -48,12 +48,14 @@ class StoredWeights(msgspec.Struct, frozen=True):
     Attributes:
         format: of the files, see `workers.model.formats.registry`.
         file_bytes: of all of them; `None` where they are not there yet, or are not read.
-        held_bytes: dense weights once and all experts, as ranks expand them.
+        held_bytes: dense weights once and all experts, as ranks hold them.
+        held_as: what that is, for people.
     """
 
     format: str
     file_bytes: int | None
     held_bytes: int
+    held_as: str
 
 
 class PlanReport(msgspec.Struct, frozen=True):
@@ -132,7 +134,7 @@ def _stored(config: RankConfig) -> StoredWeights | None:
     if config.weights == "checkpoint":
         with contextlib.suppress(CheckpointError):  # it is among the refusals
             file_bytes = sum(file.stat().st_size for file in weight_files(spec.path))
-    return StoredWeights(spec.expanded_from, file_bytes, spec.dense_bytes + spec.expert_bytes)
+    return StoredWeights(spec.expanded_from, file_bytes, spec.dense_bytes + config.expert_bytes, config.held_as)
 
 
 def _bounds(config: RankConfig, given: Limits) -> tuple[PlannedBound, ...]:
@@ -189,8 +191,8 @@ def print_plan(report: PlanReport, console: Console) -> None:
         in_files = "" if report.stored.file_bytes is None else f", {report.stored.file_bytes:,} bytes in all files"
         _say(
             console,
-            f"weights: stored as {report.stored.format}{in_files}; expanded to {spec.dtype} as ranks read them, "
-            f"{report.stored.held_bytes:,} bytes",
+            f"weights: stored as {report.stored.format}{in_files}; {report.stored.held_as or 'not read'}, "
+            f"{report.stored.held_bytes:,} bytes on all ranks, dense ones counted once",
         )
     if report.gpu_memory is not None:
         _print_memory(report.gpu_memory, console)

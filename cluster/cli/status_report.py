@@ -54,6 +54,8 @@ def _facts(status: PoolStatus) -> Iterator[str]:
             f"loaded in {max(load.load_seconds for load in status.loads):.1f} s, graphs recorded in "
             f"{status.capture_seconds:.1f} s, KV cache of {status.loads[0].kv_cache_tokens:,} tokens a batch"
         )
+    if status.loads and status.loads[0].held_as:
+        yield f"weights: {status.loads[0].held_as}"
     if status.graphs:
         yield graph_summary(status.graphs)
 

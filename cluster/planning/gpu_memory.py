@@ -108,6 +108,8 @@ def memory_problem(config: PoolConfig, rank_config: RankConfig) -> str | None:
         return None
     spec = rank_config.spec
     stored = "" if spec.expanded_from is None else f" Weights, {spec.expanded_from}, are held expanded to {spec.dtype}."
+    if rank_config.stored is not None:
+        stored = f" Experts are kept as {rank_config.stored.format} stores them, other weights expanded."
     share = f" x cache.gpu_memory_utilization={need.utilization:g}" if need.utilization < 1 else ""
     return (
         f"ranks={config.ranks} does not fit: needs {need}; available are {need.available:,} "

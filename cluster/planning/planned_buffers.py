@@ -11,11 +11,12 @@ from ...workers.sizes.step_inputs import static_bytes
 def planned_buffers(config: RankConfig) -> tuple[PlannedBuffer, ...]:
     """Everything that a rank of this configuration allocates for the life of the pool, weights included."""
     spec, ep_size = config.spec, config.layout.world_size
+    made_of = f"{config.expert_bytes:,} bytes / {ep_size} ranks"
+    if config.stored is not None:
+        made_of += f", kept as {config.stored.format} stores them"
     buffers = [
         PlannedBuffer("dense weights", None, spec.dense_bytes, "in full on every rank", "weights"),
-        PlannedBuffer(
-            "experts", None, spec.expert_bytes // ep_size, f"{spec.expert_bytes:,} bytes / {ep_size} ranks", "weights"
-        ),
+        PlannedBuffer("experts", None, config.expert_bytes // ep_size, made_of, "weights"),
         *_caches(config),
     ]
     graph_bytes = static_bytes(config)

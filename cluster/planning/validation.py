@@ -9,6 +9,7 @@ from ...dispatch.errors import CheckpointError, ConfigError
 from ...workers.model.spec import ModelSpec
 from ...workers.rank_config import RankConfig
 from ..config import PoolConfig, bounds_problems, configuration_problems, refuse_unbuilt, resolve_unchecked
+from ..stored_weights import stored_problems
 
 
 def validate(config: PoolConfig) -> RankConfig:
@@ -47,6 +48,7 @@ def pool_problems(config: PoolConfig, rank_config: RankConfig) -> tuple[str, ...
     return (
         *bounds_problems(config),
         *rank_config.spec.generation.problems(rank_config.spec.path, config.generation_config),
+        *stored_problems(config.stored_weights, rank_config),
         *configuration_problems(rank_config),
         *(problem for problem in (memory, host) if problem is not None),
     )

@@ -1,8 +1,8 @@
 """The stage between placing and loading on GPUs: compile the kernels that are not in each node's cache yet.
 
-FlashInfer compiles its kernels on first use, which takes a minute or two, and keeps them. One rank a node compiles, all
-of what is missing there at once; the others find it in the cache when they load. Knows no Ray: it is handed a way to
-call a rank.
+FlashInfer and humming compile their kernels on first use, which takes a minute or two, and keep them. One rank a node
+compiles, all of what is missing there at once; the others find it in the cache when they load. Knows no Ray: it is
+handed a way to call a rank.
 """
 
 import asyncio
@@ -66,10 +66,7 @@ async def prepare_kernels(
     missing = {status.name: status for lacking in chosen.values() for status in lacking}
     labels = ", ".join(sorted({status.label for status in missing.values()}))
     folders = ", ".join(sorted({status.cached_in for status in missing.values()}))
-    yield (
-        f"compiling {len(missing)} FlashInfer kernel modules on first use ({labels}), one rank a node; "
-        f"cached in {folders}"
-    )
+    yield (f"compiling {len(missing)} kernel modules on first use ({labels}), one rank a node; cached in {folders}")
     started = time.monotonic()
     calls = {rank: asyncio.ensure_future(call(rank, "build_kernels")) for rank in chosen}
     try:

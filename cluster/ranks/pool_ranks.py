@@ -143,9 +143,8 @@ class PoolRanks:
                 yield line
         begin_stage(DriverState.LOADING)
         spec, num_nodes = self.config.spec, len({place.node_id for place in self.rank_set.places})
-        is_expanded = self.config.weights == "checkpoint" and spec.expanded_from is not None
-        expanded = f", {spec.expanded_from} expanded to {spec.dtype}" if is_expanded else ""
-        yield f"loading {spec.path} on {num_nodes} node(s){expanded}"
+        held_as = f", {self.config.held_as}" if self.config.held_as else ""
+        yield f"loading {spec.path} on {num_nodes} node(s){held_as}"
         loads: list[LoadReport] = await self.rank_set.call("load", collective=True)
         await self._weights.require_same(loads)
         await self._weights.look_at_disk(self.rank_set.actors, self.rank_set.places)

@@ -3,6 +3,24 @@
 import msgspec
 
 
+class Gating(msgspec.Struct, frozen=True):
+    """What is between the two projections of gated experts: `(up + plus) * gate * sigmoid(alpha * gate)`.
+
+    Attributes:
+        alpha: 1 for SiLU.
+        plus: what is added to `up`.
+        limit: `gate` is at most this, and `up` between it and its negative; `None`: neither is bounded.
+        is_interleaved: whether rows of gate and up take turns in the first projection; else all of gate come first.
+        has_bias: whether both projections have one.
+    """
+
+    alpha: float = 1.0
+    plus: float = 0.0
+    limit: float | None = None
+    is_interleaved: bool = False
+    has_bias: bool = False
+
+
 class MoeShape(msgspec.Struct, frozen=True):
     """One MoE layer over all ranks, without its weights; equal on every rank.
 
@@ -14,6 +32,7 @@ class MoeShape(msgspec.Struct, frozen=True):
         weights_dtype: of the routing weights, as PyTorch names it.
         intermediate_size: between the projections of an expert; 0 where they are not stacked over experts.
         unsupported_traits: why kernels for gated SiLU experts cannot compute these; empty where they can.
+        gating: between the projections; `None`: otherwise than `Gating` can say.
     """
 
     name: str
@@ -23,6 +42,7 @@ class MoeShape(msgspec.Struct, frozen=True):
     weights_dtype: str
     intermediate_size: int = 0
     unsupported_traits: tuple[str, ...] = ()
+    gating: Gating | None = None
 
     @property
     def text(self) -> str:

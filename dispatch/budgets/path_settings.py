@@ -12,6 +12,7 @@ from .budget import ExchangeBudget, RowFormat, exchange_budget
 from .layout import Layout
 from .limits import Limits, QuantisationKind
 from .moe_shape import MoeShape
+from .stored_coding import StoredCoding
 
 if TYPE_CHECKING:
     from ..paths.tuning import Tuning
@@ -54,6 +55,8 @@ class PathSettings(Protocol):
     def experts(self) -> str: ...
     @property
     def quantisation(self) -> QuantisationKind: ...
+    @property
+    def stored(self) -> StoredCoding | None: ...
     @property
     def tuning(self) -> Tuning: ...
     @property

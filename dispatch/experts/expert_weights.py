@@ -11,16 +11,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..budgets.moe_shape import Gating
+from ..budgets.stored_coding import PLAIN as PLAIN
+from ..budgets.stored_coding import StoredCoding
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-PLAIN = "plain"
-"""Floating-point numbers as Transformers stacks them: `gate_up` `[E, 2I, H]`, gate first, and `down` `[E, H, I]`, but
-for what the layer's `unsupported_traits` say."""
 GATE_UP, DOWN = "gate_up", "down"
+"""The tensors of `PLAIN`, as Transformers stacks them: `[E, 2I, H]`, gate first, and `[E, H, I]`, but for what the
+layer's `unsupported_traits` say. Kept tensors have these names before those of their parts: `gate_up.codes`."""
+BIAS = "bias"
 _PARAMETERS = {GATE_UP: "gate_up_proj", DOWN: "down_proj"}
+_BIASES = {GATE_UP: "gate_up_proj_bias", DOWN: "down_proj_bias"}
 
 
 @dataclass(frozen=True)
@@ -32,11 +36,13 @@ class ExpertWeights:
         format: that they are stored in, `PLAIN` or another; gives the tensors their names.
         stored: the tensors by name, stacked over this rank's experts. They are the model's own: a backend reads them
             through `tensor`.
+        coding: what kept tensors stand for; `None` where they are `PLAIN`.
     """
 
     source: str
     format: str
     stored: Mapping[str, torch.Tensor]
+    coding: StoredCoding | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,6 +107,54 @@ def unsupported_traits(experts: torch.nn.Module) -> tuple[str, ...]:
         "their activation is not SiLU": "silu" not in type(getattr(experts, "act_fn", None)).__name__.lower(),
     }
     return tuple(reason for reason, applies in reasons.items() if applies)
+
+
+def gating_of(experts: torch.nn.Module) -> Gating | None:
+    """What gated experts do between their projections, as tried on numbers; `None` where `Gating` cannot say it.
+
+    The module may be on the meta device.
+    """
+    import torch
+
+    if any(_stacked(experts, name) is None for name in _PARAMETERS) or not getattr(experts, "has_gate", True):
+        return None
+    has_bias, is_interleaved = bool(getattr(experts, "has_bias", False)), not getattr(experts, "is_concatenated", True)
+    alpha, limit = getattr(experts, "alpha", None), getattr(experts, "limit", None)
+    tried = [Gating(is_interleaved=is_interleaved, has_bias=has_bias)]
+    if isinstance(alpha, int | float) and isinstance(limit, int | float):
+        tried.append(Gating(float(alpha), 1.0, float(limit), is_interleaved, has_bias))
+    with torch.device("cpu"), torch.no_grad():
+        gate_up = torch.linspace(-20, 20, 64).repeat(2, 1) * torch.tensor([[1.0], [-0.3]])
+        try:
+            found = experts._apply_gate(gate_up)  # type: ignore[operator]
+        except Exception:  # it takes another kind of rows, or has parameters of its own
+            return None
+        return next((one for one in tried if torch.allclose(gated(one, gate_up), found, 1e-5, 1e-6)), None)
+
+
+def gated(gating: Gating, gate_up_RN: torch.Tensor) -> torch.Tensor:
+    """`[R, 2I]` results of the first projection -> `[R, I]`, in PyTorch."""
+    half = gate_up_RN.shape[-1] // 2
+    if gating.is_interleaved:
+        gate, up = gate_up_RN[..., ::2], gate_up_RN[..., 1::2]
+    else:
+        gate, up = gate_up_RN[..., :half], gate_up_RN[..., half:]
+    if gating.limit is not None:
+        gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
+    return (up + gating.plus) * gate * (gate * gating.alpha).sigmoid()
+
+
+def stacked_parameters(experts: torch.nn.Module) -> dict[str, str]:
+    """Names of the stacked projections in an experts module, by those of `PLAIN`; no biases."""
+    return {name: parameter for name, parameter in _PARAMETERS.items() if _stacked(experts, name) is not None}
+
+
+def biases_of(experts: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Biases of both projections, by their names among kept tensors; as the model has them."""
+    import torch
+
+    found = {f"{name}.{BIAS}": getattr(experts, parameter, None) for name, parameter in _BIASES.items()}
+    return {name: one for name, one in found.items() if isinstance(one, torch.Tensor)}
 
 
 def _stacked(experts: torch.nn.Module, name: str) -> torch.Tensor | None:

@@ -11,6 +11,7 @@ from ..budgets.layout import Layout
 from ..budgets.limits import Limits
 from ..budgets.path_settings import PathSettings
 from ..budgets.planned_buffer import PlannedBuffer
+from ..budgets.stored_coding import weights_kind
 from ..expert_path import ExpertPath, HeldAlike
 from ..registry import LOCAL, MEASURED, experts_of, way_kinds, way_of
 from ..way import ExpertsWay, Way, places
@@ -63,8 +64,9 @@ class MeasuredPath(Way):
             return problems
         shapes = [shape.text for shape in settings.spec.moe]
         device = settings.worker.device
-        world_size = settings.layout.world_size
-        problems += table_problems(table, device, settings.quantisation, settings.capacity, shapes, world_size)
+        world_size, weights = settings.layout.world_size, weights_kind(settings.stored)
+        quantisation, capacity = settings.quantisation, settings.capacity
+        problems += table_problems(table, device, quantisation, capacity, shapes, world_size, weights)
         if problems:  # names that are not known, say
             return problems
         for path in PathTable(table).names:
@@ -81,7 +83,9 @@ class MeasuredPath(Way):
     @classmethod
     def kernel_modules(cls, settings: PathSettings) -> list[tuple[str, Any]]:
         kinds = way_kinds(settings.worker.device) if settings.layout.world_size > 1 else (LOCAL,)
-        ways = [way_of(kind) for kind in kinds if kind != MEASURED]
+        ways: list[type[Way] | type[ExpertsWay]] = [way_of(kind) for kind in kinds if kind != MEASURED]
+        experts = dict.fromkeys(name.experts for name in _candidates(settings) if name.capacity is None)
+        ways += [experts_of(kind) for kind in experts]
         return [module for way in ways for module in way.kernel_modules(settings)]
 
     def __init__(
@@ -125,15 +129,20 @@ class MeasuredPath(Way):
         return member.run(layer, x_TH, expert_ids_TK, expert_weights_TK, geometry)
 
 
-def _experts_bytes(settings: PathSettings) -> int:
-    """Of all experts that one rank measures, which are all that its paths allocate."""
-    names = candidate_paths(
+def _candidates(settings: PathSettings) -> tuple[PathName, ...]:
+    return candidate_paths(
         settings.tuning,
         settings.worker.device,
         settings.experts,
         settings.quantisation,
         settings.capacity,
         settings.layout.world_size,
+        weights_kind(settings.stored),
     )
+
+
+def _experts_bytes(settings: PathSettings) -> int:
+    """Of all experts that one rank measures, which are all that its paths allocate."""
+    names = _candidates(settings)
     taken = [name for name in names if not problems_of(name, settings, f"path {str(name)!r}")]
     return sum(buffer.num_bytes for name in taken for buffer in experts_of(name.experts).planned(settings))

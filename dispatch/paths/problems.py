@@ -2,6 +2,7 @@
 
 from ..budgets.limits import QuantisationKind
 from ..budgets.path_settings import PathSettings
+from ..budgets.stored_coding import PLAIN, weights_kind
 from ..registry import (
     MEASURED,
     dispatcher_kinds,
@@ -11,9 +12,10 @@ from ..registry import (
     experts_of,
     fused_kinds,
     fused_of,
+    reads,
     way_of,
 )
-from ..way import ExpertsWay, Way
+from ..way import ExpertsWay, FusedWay, Way
 from .capacity import budget_problems
 from .table import PathName
 
@@ -46,11 +48,27 @@ def problems_of(path: PathName, settings: PathSettings, setting: str) -> list[st
 
 def _said_by(way: type[Way] | type[ExpertsWay], settings: PathSettings, *setting: str) -> list[str]:
     """A way's problems; what it raises instead is one, as in `refusal`."""
+    if issubclass(way, ExpertsWay | FusedWay) and not reads(way, weights_kind(settings.stored)):
+        return [_unread(way, settings)]
     try:
         return list(way.problems(settings, *setting))
     except Exception as error:  # a plugin's own
         named = f"{way.__module__}.{way.__qualname__}"
         return [f"{way.kind!r} cannot say what it refuses: {named}.problems raises {type(error).__name__}: {error}"]
+
+
+def _unread(way: type[ExpertsWay] | type[FusedWay], settings: PathSettings) -> str:
+    setting = "experts" if issubclass(way, ExpertsWay) else "dispatch"
+    if settings.stored is None:
+        return (
+            f"{setting}={way.kind!r} reads expert weights as a quantised checkpoint stores them, and they are plain "
+            f"here: set {setting} to 'auto', or stored_weights to 'keep' for a checkpoint that can be kept"
+        )
+    read = "expanded weights" if way.reads == (PLAIN,) else f"weights of {' or '.join(way.reads)}"
+    return (
+        f"{setting}={way.kind!r} reads {read}, and experts are kept as {settings.stored.format} stores them "
+        f"({settings.stored.codes}): set {setting} to 'auto', or stored_weights to 'expand'"
+    )
 
 
 def _quantisation_problems(settings: PathSettings) -> list[str]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ..budgets.layout import Layout
 from ..budgets.limits import Limits, QuantisationKind
 from ..budgets.step_kinds import graph_tokens
+from ..budgets.stored_coding import PLAIN
 from ..errors import ConfigError, GeometryError
 from ..registry import (
     LOCAL,
@@ -22,6 +23,8 @@ from ..registry import (
     experts_of,
     fused_kinds,
     fused_of,
+    native_experts,
+    reads,
 )
 from .tuning import TableRow, Tuning
 
@@ -117,25 +120,42 @@ class PathTable:
         return self._paths[key][index]
 
 
-def available_paths(device: str, quantisation: QuantisationKind, world_size: int) -> tuple[PathName, ...]:
-    """The paths that so many ranks have beside fused kernels, fastest first as far as one can know."""
+def available_paths(
+    device: str, quantisation: QuantisationKind, world_size: int, weights: str = PLAIN
+) -> tuple[PathName, ...]:
+    """The paths that so many ranks have beside fused kernels, fastest first as far as one can know.
+
+    Where something reads kept weights as they are, what expands them in each call is no candidate.
+    """
     found = []
+    computing = native_experts(device, weights) or tuple(
+        one for one in experts_kinds(device) if reads(experts_of(one), weights)
+    )
     for dispatch in dispatcher_kinds(device) if world_size > 1 else (LOCAL,):
-        for experts in experts_kinds(device):
+        for experts in computing:
             way = experts_of(experts)
             if quantisation in way.computes and way.is_candidate_behind(dispatcher_of(dispatch)):
                 found.append(PathName(dispatch, experts))
     return tuple(found)
 
 
-def available_fused(device: str, quantisation: QuantisationKind, world_size: int) -> tuple[str, ...]:
+def available_fused(
+    device: str, quantisation: QuantisationKind, world_size: int, weights: str = PLAIN
+) -> tuple[str, ...]:
     """The fused ways that so many ranks have: those exchange, so one rank has none."""
     kinds = fused_kinds(device) if world_size > 1 else ()
-    return tuple(kind for kind in kinds if quantisation in fused_of(kind).computes)
+    ways = {kind: fused_of(kind) for kind in kinds}
+    return tuple(kind for kind, way in ways.items() if quantisation in way.computes and reads(way, weights))
 
 
 def candidate_paths(
-    tuning: Tuning, device: str, experts: str, quantisation: QuantisationKind, capacity: int, world_size: int
+    tuning: Tuning,
+    device: str,
+    experts: str,
+    quantisation: QuantisationKind,
+    capacity: int,
+    world_size: int,
+    weights: str = PLAIN,
 ) -> tuple[PathName, ...]:
     """The paths to choose from; with a pinned table, those it names.
 
@@ -146,13 +166,14 @@ def candidate_paths(
         quantisation: in which experts are computed; what does not compute in it is no candidate.
         capacity: the most rows one rank brings to a step.
         world_size: ranks of the pool; one has its experts to choose from, and nothing to exchange.
+        weights: the kind that experts are kept in, see `stored_coding.weights_kind`.
     """
     if tuning.table is not None:
         return tuple(PathName.parse(name) for name in PathTable(tuning.table).names)
-    separate = available_paths(device, quantisation, world_size)
+    separate = available_paths(device, quantisation, world_size, weights)
     if experts != PLAIN_EXPERTS and quantisation == "none":
         return tuple(name for name in separate if name.experts == experts)
-    fused = available_fused(device, quantisation, world_size)
+    fused = available_fused(device, quantisation, world_size, weights)
     return (
         *separate,
         *(PathName.fused(kind, rows) for kind in fused for rows in fused_of(kind).candidates(tuning, capacity)),
@@ -166,6 +187,7 @@ def table_problems(
     capacity: int,
     shapes: Sequence[str],
     world_size: int,
+    weights: str = PLAIN,
 ) -> tuple[str, ...]:
     """What is wrong with a table that was not measured here, each with its value and what would be right.
 
@@ -176,10 +198,11 @@ def table_problems(
         capacity: the most rows a rank that a step has.
         shapes: of the model's MoE layers, as `MoeShape.text` writes them.
         world_size: ranks of the pool.
+        weights: the kind that experts are kept in.
     """
     problems: list[str] = []
-    known = available_paths(device, quantisation, world_size)
-    fused = available_fused(device, quantisation, world_size)
+    known = available_paths(device, quantisation, world_size, weights)
+    fused = available_fused(device, quantisation, world_size, weights)
     for row in rows:
         try:
             name = PathName.parse(row.path)

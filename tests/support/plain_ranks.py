@@ -10,7 +10,7 @@ import os
 import queue
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import latent_moe  # noqa: F401  makes its family known in every rank's process
@@ -115,9 +115,10 @@ class ForkedRanks:
     Args:
         config: as for a pool.
         graphs: record the planned graphs first, in the plan's order on every rank.
+        otherwise: configurations of ranks that were not given the pool's, by rank.
     """
 
-    def __init__(self, config: PoolConfig, graphs: bool = True):
+    def __init__(self, config: PoolConfig, graphs: bool = True, otherwise: Mapping[int, RankConfig] | None = None):
         self.rank_config: RankConfig = resolve(config, inspect_model(config.model, config.dtype))
         world_size = self.rank_config.layout.world_size
         self._commands = [CONTEXT.Queue() for _ in range(world_size)]
@@ -125,7 +126,14 @@ class ForkedRanks:
         self.processes = [
             CONTEXT.Process(
                 target=_forked_main,
-                args=(self.rank_config, rank, self._commands, self._commands[rank], self._reports, graphs),
+                args=(
+                    (otherwise or {}).get(rank, self.rank_config),
+                    rank,
+                    self._commands,
+                    self._commands[rank],
+                    self._reports,
+                    graphs,
+                ),
                 daemon=True,
             )
             for rank in range(world_size)

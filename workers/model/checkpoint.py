@@ -25,14 +25,17 @@ from transformers.core_model_loading import (
 from transformers.distributed.expert_parallel import EPImplementationInterface, apply_expert_parallelism
 from transformers.modeling_utils import LoadStateDictConfig
 
+from ...dispatch.budgets.stored_coding import StoredCoding
 from ...dispatch.errors import CheckpointError
+from ...dispatch.experts.kept_experts import empty_stacks
 from ...dispatch.moe import ExpertParallelExperts, MoeExchange
 from ..attention.paged import ATTENTION_NAME, register_attention
 from ..rank_config import ReadFile
-from .formats.contract import CheckpointFormat, Header, StoredTensor
+from .formats.contract import Header, StoredTensor
 from .formats.expanded import ExpandedTensor
 from .formats.registry import format_of
 from .inspection import build_meta_model, expert_parallel_plan, read_config
+from .kept_weights import KeptWeights, StackSources, stacks_of
 from .spec import ModelSpec, MoeShape
 from .weight_files import headers_of, open_slices
 from .weights_digest import WeightsDigest
@@ -193,7 +196,12 @@ def _listed(names: list[str]) -> str:
 
 
 def load_sharded_model(
-    spec: ModelSpec, exchange: MoeExchange, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh
+    spec: ModelSpec,
+    exchange: MoeExchange,
+    ep_mesh: DeviceMesh,
+    tp_mesh: DeviceMesh,
+    device: torch.device,
+    coding: StoredCoding | None = None,
 ) -> tuple[PreTrainedModel, tuple[ReadFile, ...]]:
     """Load this rank's share of the model, ready for inference with our attention and dispatch.
 
@@ -202,6 +210,8 @@ def load_sharded_model(
         exchange: this rank's dispatcher and step geometry; every experts module is bound to it.
         ep_mesh: all ranks.
         tp_mesh: a mesh of one rank: batches are shared by our own scatter, not by Transformers' tensor parallelism.
+        device: where the model goes.
+        coding: of experts that are kept as they are stored, equal on every rank; `None`: they are expanded.
 
     Returns:
         The model, and what was read of each file.
@@ -209,30 +219,45 @@ def load_sharded_model(
     Raises:
         CheckpointError: weights are missing, of the wrong shape, or stored as no weights can be.
     """
-    digest = WeightsDigest()
-    sharded_class = sharded_class_of(spec, exchange, ep_mesh, tp_mesh)
-    weights = _as_plain(format_of(spec), open_slices(spec.path, digest), getattr(torch, spec.dtype))
+    digest, dtype = WeightsDigest(), getattr(torch, spec.dtype)
+    slices = open_slices(spec.path, digest)
+    stored = format_of(spec).tensors(headers_of(slices))
+    kept = None if coding is None else _kept_of(spec, coding, stored)
+    sharded_class = sharded_class_of(spec, exchange, ep_mesh, tp_mesh, keeps_experts=kept is not None)
+    expanded = {name: one for name, one in stored.items() if kept is None or name not in kept.tensors}
     try:
         model, loading_info = sharded_class.from_pretrained(
             None,
             config=read_config(spec.path),
-            state_dict=weights,
-            dtype=getattr(torch, spec.dtype),
+            state_dict=_as_plain(expanded, slices, dtype),
+            dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             experts_implementation=EXPERTS_IMPLEMENTATION,
             distributed_config=DistributedConfig(),
             output_loading_info=True,
         )
-    except CheckpointError as error:  # of a tensor that is expanded, which does not know the folder
-        raise CheckpointError(f"model={spec.path!r}: {error}") from error
-    refuse_incomplete(spec.path, loading_info)
-    keep_local_shards(model)
+        if kept is not None:
+            loading_info["missing_keys"] = set(loading_info["missing_keys"]) - kept.parameters
+        refuse_incomplete(spec.path, loading_info)
+        keep_local_shards(model)
+        model = model.to(device)
+        if kept is not None:
+            kept.read_into(exchange, model, slices, dtype)
+    except CheckpointError as error:  # of a tensor, which does not know the folder
+        named = f"model={spec.path!r}: "
+        raise CheckpointError(named + str(error).removeprefix(named)) from error
     return model.eval().requires_grad_(False), digest.summed()
 
 
-def _as_plain(checkpoint_format: CheckpointFormat, slices: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def _kept_of(spec: ModelSpec, coding: StoredCoding, stored: Mapping[str, StoredTensor]) -> KeptWeights:
+    model = build_meta_model(read_config(spec.path), getattr(torch, spec.dtype))
+    stacks = stacks_of(model, spec.moe)
+    wanted = [name for names in stacks.values() for name in names.values()]
+    return KeptWeights(coding, stored, StackSources(model).find(list(stored), wanted), stacks)
+
+
+def _as_plain(stored: Mapping[str, StoredTensor], slices: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Lazy tensors as a plain checkpoint of this dtype would have them, by name."""
-    stored = checkpoint_format.tensors(headers_of(slices))
     return {
         name: slices[one.as_it_is] if one.as_it_is is not None else ExpandedTensor(one, slices, dtype)
         for name, one in stored.items()
@@ -240,13 +265,19 @@ def _as_plain(checkpoint_format: CheckpointFormat, slices: dict[str, Any], dtype
 
 
 def sharded_class_of(
-    spec: ModelSpec, exchange: MoeExchange, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh
+    spec: ModelSpec,
+    exchange: MoeExchange,
+    ep_mesh: DeviceMesh,
+    tp_mesh: DeviceMesh,
+    keeps_experts: bool = False,
 ) -> type[PreTrainedModel]:
-    """The model's class, with its experts modules bound to `exchange`."""
+    """The model's class, with its experts modules bound to `exchange`; without their projections where those are kept
+    as they are stored."""
     register_attention()
     EPImplementationInterface.register(EP_IMPLEMENTATION_NAME, partial(ExpertParallelExperts, exchange=exchange))
     model_class = type(build_meta_model(read_config(spec.path), getattr(torch, spec.dtype)))
-    return _with_expert_parallelism(model_class, ep_mesh, tp_mesh)
+    empty = [shape.name for shape in spec.moe] if keeps_experts else []
+    return _with_expert_parallelism(model_class, ep_mesh, tp_mesh, empty)
 
 
 def keep_local_shards(model: PreTrainedModel) -> None:
@@ -258,9 +289,15 @@ def keep_local_shards(model: PreTrainedModel) -> None:
 
 
 def _with_expert_parallelism(
-    model_class: type[PreTrainedModel], ep_mesh: DeviceMesh, tp_mesh: DeviceMesh
+    model_class: type[PreTrainedModel], ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, empty: Sequence[str]
 ) -> type[PreTrainedModel]:
-    """The model class with expert parallelism alone as its distribution: no tensor parallelism, no FSDP."""
+    """The model class with expert parallelism alone as its distribution: no tensor parallelism, no FSDP.
+
+    Args:
+        model_class: of the model.
+        ep_mesh, tp_mesh: see `load_sharded_model`.
+        empty: experts modules that are loaded without their stacked projections.
+    """
 
     def prepare_distribute_model(
         cls: type, distributed_config: DistributedConfig, device_map: Any = None
@@ -270,7 +307,10 @@ def _with_expert_parallelism(
     def maybe_distribute_model(
         cls: type, model: PreTrainedModel, distributed_config: DistributedConfig, mesh_manager: Any
     ) -> PreTrainedModel:
-        return apply_expert_parallelism(model, ep_mesh, tp_mesh, expert_parallel_plan(model), EP_IMPLEMENTATION_NAME)
+        model = apply_expert_parallelism(model, ep_mesh, tp_mesh, expert_parallel_plan(model), EP_IMPLEMENTATION_NAME)
+        for name in empty:
+            empty_stacks(model.get_submodule(name))
+        return model
 
     methods = {
         "prepare_distribute_model": classmethod(prepare_distribute_model),
@@ -281,6 +321,6 @@ def _with_expert_parallelism(
 
 
 def expert_bytes(model: PreTrainedModel) -> int:
-    """Bytes of expert parameters that this rank holds."""
+    """Bytes of expert parameters that this rank holds; of those that are kept as they are stored, see `KeptExperts`."""
     plan = expert_parallel_plan(model)
     return sum(parameter.nbytes for name, parameter in model.named_parameters() if name in plan)

@@ -30,6 +30,7 @@ from .config_bounds import EXPERT_COUNT_NAMES, MAX_POSITIONS, refuse_heads, refu
 from .formats.folder import ModelFolder
 from .formats.registry import recognised
 from .generation_settings import generation_settings, read_generation_config, source_of
+from .kept_weights import kept_or_reason
 from .probe import ModelProbe, refuse_other_state
 from .reading import Settings, reading
 from .spec import ModelSpec, digest_of_config, digest_of_tokenizer
@@ -154,6 +155,7 @@ def inspect_model(path: str, dtype: str | None = None) -> ModelSpec:
         )
     sizes = {name: checkpoint_format.held_bytes(name, parameter) for name, parameter in model.named_parameters()}
     expert_bytes = sum(size for name, size in sizes.items() if name in plan)
+    kept = kept_or_reason(checkpoint_format, model, probe.moe)
     return ModelSpec(
         path=path,
         model_type=config.model_type,
@@ -172,6 +174,8 @@ def inspect_model(path: str, dtype: str | None = None) -> ModelSpec:
         tokenizer_digest=digest_of_tokenizer(path),
         generation=generation_settings(path),
         checkpoint_format=checkpoint_format.name,
+        kept=None if isinstance(kept, str) else kept,
+        not_kept=kept if isinstance(kept, str) else "",
     )
 
 

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ...dispatch.errors import CheckpointError
-from ...dispatch.experts.expert_weights import intermediate_size_of, unsupported_traits
+from ...dispatch.experts.expert_weights import gating_of, intermediate_size_of, unsupported_traits
 from ..attention.paged import ATTENTION_NAME, layer_index, refuse_unknown_arguments
 from ..attention.registry import noted_of
 from .spec import AttentionShape, MoeShape
@@ -137,7 +137,7 @@ class ModelProbe:
 
     def _experts_forward(self, name: str, experts: torch.nn.Module) -> Any:
         num_experts: int = experts.num_experts  # type: ignore[assignment]
-        traits = unsupported_traits(experts)
+        traits, gating = unsupported_traits(experts), gating_of(experts)
 
         def forward(
             hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -146,7 +146,8 @@ class ModelProbe:
             hidden_size = hidden_states.shape[1]
             intermediate_size = intermediate_size_of(experts, hidden_size)
             top_k = top_k_index.shape[1]
-            self.moe.append(MoeShape(name, num_experts, hidden_size, top_k, dtype, intermediate_size, traits))
+            sizes = num_experts, hidden_size, top_k, dtype, intermediate_size
+            self.moe.append(MoeShape(name, *sizes, traits, gating))
             return torch.empty_like(hidden_states)
 
         return forward

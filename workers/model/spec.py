@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from ...dispatch.budgets.moe_shape import MoeShape
+from ...dispatch.budgets.stored_coding import StoredCoding
 from ...dispatch.errors import ConfigError
 from ..config import GenerationConfigName
 from ..request import SamplingParams
@@ -123,6 +124,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
         tokenizer_digest: likewise, of the files that a tokenizer is read from.
         generation: what the folder asks of `generate`.
         checkpoint_format: how the weights are stored, see `formats.registry`.
+        kept: what experts are kept as where they stay in their bytes; `None`: they cannot be.
+        not_kept: why they cannot; empty where they can.
     """
 
     path: str
@@ -142,6 +145,18 @@ class ModelSpec(msgspec.Struct, frozen=True):
     tokenizer_digest: str = ""
     generation: GenerationSettings = GenerationSettings()
     checkpoint_format: str = "plain"
+    kept: StoredCoding | None = None
+    not_kept: str = ""
+
+    def kept_expert_bytes(self, coding: StoredCoding) -> int:
+        """Of all experts where their projections are kept so; their biases are expanded."""
+        expanded = kept = 0
+        for layer in self.moe:
+            width, hidden = layer.intermediate_size, layer.hidden_size
+            expanded += layer.num_experts * 3 * width * hidden * self.dtype_bytes
+            one = 2 * coding.num_bytes(width, hidden) + coding.num_bytes(hidden, width)
+            kept += layer.num_experts * one
+        return self.expert_bytes - expanded + kept
 
     @property
     def expanded_from(self) -> str | None:

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
+from ...dispatch.budgets.stored_coding import weights_kind
 from ...dispatch.errors import ConfigError
 from ...dispatch.expert_path import ExpertPath, MemberPath
 from ...dispatch.moe import MoeExchange
@@ -132,8 +133,9 @@ class PathSelection:
         key = self._key(left, layers)
         found = None if kept is None else kept.find(key, tuple[TableRow, ...])
         shapes = [layer.shape.text for layer in layers]
+        ranks, weights = config.layout.world_size, weights_kind(config.stored)
         if found is not None and not table_problems(
-            found, config.worker.device, config.quantisation, config.capacity, shapes, config.layout.world_size
+            found, config.worker.device, config.quantisation, config.capacity, shapes, ranks, weights
         ):
             assert kept is not None
             cached, source = PathTable(found), kept.said
@@ -297,7 +299,7 @@ class PathSelection:
         parts = (
             f"{config.layout.dp_size} x {config.layout.attn_tp_size} ranks",
             ", ".join(f"{shapes.count(shape)} x ({shape})" for shape in dict.fromkeys(shapes)),
-            f"{config.spec.dtype}, quantisation {config.quantisation}",
+            f"{config.spec.dtype}, quantisation {config.quantisation}, experts {weights_kind(config.stored)}",
             f"rows {measured_rows(config.limits, config.layout, config.capacity)}",
             f"paths {', '.join(map(str, names))}",
             f"within {config.tuning.max_bytes} bytes, {config.tuning.repeats} repeats",
@@ -310,7 +312,8 @@ def named_paths(config: RankConfig) -> tuple[PathName, ...]:
     tuning, device, quantisation = config.tuning, config.worker.device, config.quantisation
     if config.dispatch == MEASURED:
         ranks = config.layout.world_size
-        return candidate_paths(tuning, device, config.experts, quantisation, config.capacity, ranks)
+        weights = weights_kind(config.stored)
+        return candidate_paths(tuning, device, config.experts, quantisation, config.capacity, ranks, weights)
     if config.dispatch in fused_kinds():
         return (PathName.fused(config.dispatch, config.capacity),)
     experts = experts_for(config.experts, quantisation)

@@ -20,7 +20,7 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|_KEY$")
 
 _FAMILIES = (
     *("TORCH", "PYTORCH_", "GLOO_", "NCCL_", "NVSHMEM_", "UCX_", "UCC_", "FI_"),
-    *("FLASHINFER_", "TRTLLM_", "TLLM_", "TRITON_", "QUACK_", "CUTE_", "CUTEDSL_", "CUTLASS_"),
+    *("FLASHINFER_", "TRTLLM_", "TLLM_", "TRITON_", "QUACK_", "HUMMING_", "CUTE_", "CUTEDSL_", "CUTLASS_"),
     *("CUDA_", "CUBLAS", "CUDNN_", "ATEN_", "MKL_", "DNNL_", "ONEDNN_", "FBGEMM_"),
 )
 # The last two name files that choose NCCL's algorithms: ranks that read different ones would part.

@@ -57,7 +57,7 @@ def host_need(config: RankConfig) -> HostNeed | None:
     if config.dispatch != MEASURED:
         buffers += sum(buffer.num_bytes for buffer in planned_paths(config))
     return HostNeed(
-        weights=config.spec.dense_bytes + config.spec.expert_bytes // config.layout.world_size,
+        weights=config.spec.dense_bytes + config.expert_bytes // config.layout.world_size,
         kv_cache=kv_cache,
         buffers=buffers,
     )

@@ -96,6 +96,7 @@ def load(
     exchange.describe_layers(model, config.spec)
     own_experts = expert_bytes(model)
     dense_bytes = sum(parameter.nbytes for parameter in model.parameters()) - own_experts
+    own_experts += sum(bound.kept.num_bytes for bound in exchange.bound if bound.kept is not None)
     seconds = {"weights": load_seconds}
     started = time.perf_counter()
     layers = settle_layers(config, model, exchange, hosts, device)
@@ -143,6 +144,7 @@ def load(
         layers=(*layers.said, *said_of_layers(config, model, path)),
         experts=settled.lines,
         files=files,
+        held_as=config.held_as,
     )
     return LoadedRank(config, draft, layers.held, graphs, expert_load, loop), report
 

@@ -32,6 +32,7 @@ _LIBRARIES = (
     "triton",
     "flashinfer-python",
     "quack-kernels",
+    "humming-kernels",
     "nvidia-cutlass-dsl",
     "nvshmem4py-cu13",
 )

@@ -26,8 +26,7 @@ def read_weights(
     if config.weights == "random":
         model = make_random_model(spec, exchange, mesh["ep"], mesh["tp"], exchange.rank, device)
     else:
-        on_host, files = load_sharded_model(spec, exchange, mesh["ep"], mesh["tp"])
-        model = on_host.to(device)
+        model, files = load_sharded_model(spec, exchange, mesh["ep"], mesh["tp"], device, config.stored)
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         logger.warning("the choice of experts stays many small kernels: Triton is not installed")
     elif device.type == "cuda":

@@ -104,7 +104,7 @@ def test_the_table_in_the_readme_of_the_pools_is_what_is_planned():
 
 
 def test_deepseek_v3_in_bf16_on_8_gpus_is_refused_with_bytes_and_the_ranks_that_would_fit():
-    output = plan("deepseek_v3_16_gpus", "--ranks", "8", exit_code=2)
+    output = plan("deepseek_v3_16_gpus", "--ranks", "8", "--stored-weights", "expand", exit_code=2)
     [said] = [line for line in output.splitlines() if line.startswith("would fail: ranks=8 does not fit")]
     needed, weights = (int(n.replace(",", "")) for n in re.findall(r"(?:needs|weights) ([\d,]+)", said))
     assert weights == 34_448_128_000 + 1_307_817_541_632 // 8
@@ -112,15 +112,24 @@ def test_deepseek_v3_in_bf16_on_8_gpus_is_refused_with_bytes_and_the_ranks_that_
     assert f"available are {H200_BYTES:,} (placement.gpu_memory_bytes={H200_BYTES:,})" in said
     assert "Weights, block_fp8, are held expanded to bfloat16." in said
     assert "The smallest number of ranks that would fit is 16: set ranks to it" in said
-    assert (
-        f"weights: stored as block_fp8; expanded to bfloat16 as ranks read them, {34_448_128_000 + 1_307_817_541_632:,}"
-        in output
-    )
+    held = 34_448_128_000 + 1_307_817_541_632
+    assert f"weights: stored as block_fp8; block_fp8 expanded to bfloat16, {held:,} bytes" in output
+
+
+def test_deepseek_v3_as_it_is_stored_fits_on_8_gpus_and_not_on_4():
+    output = plan("deepseek_v3_16_gpus", "--ranks", "8")
+    # 58 layers of 256 experts: codes, and a factor for each block of 128 x 128.
+    experts = 58 * 256 * 3 * (2048 * 7168 + 16 * 56 * 4)
+    assert f"{experts:,} bytes / 8" in output
+    assert "fits: " in output
+    said = plan("deepseek_v3_16_gpus", "--ranks", "4", exit_code=2)
+    assert "Experts are kept as block_fp8 stores them, other weights expanded." in said
+    assert "The smallest number of ranks that would fit is 8: set ranks to it" in said
 
 
 def test_launch_refuses_what_cannot_fit_before_ray_is_touched():
-    config = load_config(pool_file("deepseek_v3_16_gpus"), {"ranks": 8, "model": geometry("deepseek_v3")})
-    with pytest.raises(ConfigError, match=r"ranks=8 does not fit: .* would fit is 16"):
+    config = load_config(pool_file("deepseek_v3_16_gpus"), {"ranks": 4, "model": geometry("deepseek_v3")})
+    with pytest.raises(ConfigError, match=r"ranks=4 does not fit: .* would fit is 8"):
         ExpertPool.launch(config)
     assert not ray.is_initialized()
 
@@ -188,8 +197,9 @@ def test_the_smallest_number_of_ranks_fits_and_the_one_below_does_not():
     config = load_config(pool_file("deepseek_v3_16_gpus"), {"model": geometry("deepseek_v3")})
     spec = inspect_model(config.model, config.dtype)
     for shared in (1, 2):
-        ranks = smallest_fit(msgspec.structs.replace(config, attn_tp_size=shared), spec)
-        assert ranks == 16
+        for stored_weights, fewest in (("expand", 16), ("auto", 8)):
+            resized = msgspec.structs.replace(config, attn_tp_size=shared, stored_weights=stored_weights)
+            assert smallest_fit(resized, spec) == fewest
 
 
 def test_a_model_whose_dense_weights_do_not_fit_has_no_number_of_ranks(tiny_moe):

@@ -62,7 +62,7 @@ def test_the_start_says_what_compiles_where_it_is_kept_and_for_how_long():
     lines = lines_of([MISSING] * 4, compile_for_a_while)
     assert called == [(0, "build_kernels"), (2, "build_kernels")]
     assert lines[0] == (
-        "compiling 2 FlashInfer kernel modules on first use (all-to-all, attention), one rank a node; cached in ~/cache"
+        "compiling 2 kernel modules on first use (all-to-all, attention), one rank a node; cached in ~/cache"
     )
     assert lines[1] == "compiling kernels on rank 0, rank 2: 0 s"
     assert lines[-2] == "compiling kernels on rank 2: 0 s"
@@ -81,7 +81,7 @@ def test_a_compiler_that_fails_ends_the_start_with_its_last_lines():
         "Ninja build failed. Ninja output:\n" + "\n".join(f"[{n}/40] nvcc ..." for n in range(40)) + "\nerror: no nvcc"
     )
     message = build_failure("attention", RuntimeError(ninja))
-    assert message.startswith("FlashInfer's attention kernels did not compile: RuntimeError")
+    assert message.startswith("kernels for attention did not compile: RuntimeError")
     assert message.endswith("error: no nvcc")
     assert "[26/40]" in message
     assert "[25/40]" not in message

@@ -46,7 +46,7 @@ class Loaded:
     def __init__(self, path: str, mesh: DeviceMesh, dtype: str = "float32"):
         self.spec = inspect_model(path, dtype)
         self.exchange = MoeExchange(Layout(1), 0, None, None)  # no step is run: neither path nor collectives
-        self.model, _ = load_sharded_model(self.spec, self.exchange, mesh["ep"], mesh["tp"])
+        self.model, _ = load_sharded_model(self.spec, self.exchange, mesh["ep"], mesh["tp"], torch.device("cpu"))
         self.exchange.describe_layers(self.model, self.spec)
         self.trial = Trial(self.model, self.exchange, self.spec.vocab_size, CPU)
 

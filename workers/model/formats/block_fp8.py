@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
+from ....dispatch.budgets.stored_coding import StoredCoding
 from .contract import Header, Part, StoredTensor
 from .folder import ModelFolder
 from .registry import register
-from .shared.arithmetic import matrix_of, num_blocks, positive, times_blocks, values_of_e4m3
+from .shared.arithmetic import check_e4m3, check_scales, matrix_of, num_blocks, times_blocks, values_of_e4m3
 from .shared.declarations import ANYTHING, Served, either, setting_problems, unset_or_empty
 from .shared.module_names import as_transformers, list_problems
 from .shared.quantised import QuantisedFormat
@@ -73,6 +74,16 @@ class BlockFp8Format(QuantisedFormat):
         }
 
         def expand(values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            return times_blocks(values_of_e4m3(values, "codes"), positive(values, "scales"), (rows, columns))
+            return times_blocks(values_of_e4m3(values["codes"]), values["scales"].float(), (rows, columns))
 
-        return StoredTensor(shape, parts, expand)
+        return StoredTensor(shape, parts, expand, check=_check)
+
+    def kept(self) -> StoredCoding | str:
+        rows, columns = self.folder.quantization["weight_block_size"]
+        scales = self.folder.scales_of_experts(self.beside[0]) or "float32"
+        return StoredCoding(self.name, "e4m3", (rows, columns), scales)
+
+
+def _check(values: Mapping[str, torch.Tensor]) -> None:
+    check_e4m3(values, "codes")
+    check_scales(values, "scales")

@@ -5,9 +5,10 @@ from typing import ClassVar
 
 import torch
 
+from ....dispatch.budgets.stored_coding import StoredCoding
 from .contract import Header, Part, StoredTensor
 from .registry import register
-from .shared.arithmetic import matrix_of, positive, times_blocks, values_of_e4m3
+from .shared.arithmetic import check_e4m3, check_scales, matrix_of, times_blocks, values_of_e4m3
 from .shared.compressed_tensors import CompressedFormat
 from .shared.declarations import either, unset_or_empty
 
@@ -38,7 +39,16 @@ class CompressedFp8Format(CompressedFormat):
         }
 
         def expand(values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            scales_RC = positive(values, "scales").reshape(-1, 1)
-            return times_blocks(values_of_e4m3(values, "codes"), scales_RC, (1 if is_of_rows else rows, columns))
+            scales_RC = values["scales"].float().reshape(-1, 1)
+            return times_blocks(values_of_e4m3(values["codes"]), scales_RC, (1 if is_of_rows else rows, columns))
 
-        return StoredTensor((rows, columns), parts, expand)
+        return StoredTensor((rows, columns), parts, expand, check=_check)
+
+    def kept(self) -> StoredCoding | str:
+        scales = self.folder.scales_of_experts(self.beside[0]) or "bfloat16"
+        return StoredCoding(self.name, "e4m3", (1 if self.scheme["strategy"] == "channel" else 0, 0), scales)
+
+
+def _check(values: Mapping[str, torch.Tensor]) -> None:
+    check_e4m3(values, "codes")
+    check_scales(values, "scales")

@@ -8,15 +8,16 @@ from typing import ClassVar
 
 import torch
 
+from ....dispatch.budgets.stored_coding import StoredCoding
 from .contract import BadPart, Header, Part, StoredTensor
 from .registry import register
-from .shared.arithmetic import matrix_of, num_blocks, pairs_of, positive, times_blocks, unpacked
+from .shared.arithmetic import check_scales, matrix_of, num_blocks, times_blocks, unpacked
 from .shared.compressed_tensors import CompressedFormat
 from .shared.declarations import Served, either
 
 _WORD_BITS = 32
 # Codes are counted from the lowest integer.
-_PAIRS = pairs_of(torch.arange(16.0) - 8)
+_INTEGERS = tuple(float(integer) for integer in range(-8, 8))
 
 
 @register
@@ -43,14 +44,23 @@ class CompressedIntFormat(CompressedFormat):
         parts = {
             "codes": Part(f"{stem}.weight_packed", (self.codes_dtype,), (rows, words)),
             "scales": Part(f"{stem}.weight_scale", ("F32", "BF16", "F16"), (rows, num_blocks(columns, group))),
-            "shape": Part(f"{stem}.weight_shape", ("I64",), (2,)),
+            "shape": Part(f"{stem}.weight_shape", ("I64",), (2,), is_kept=False),
         }
 
-        def expand(values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        def check(values: Mapping[str, torch.Tensor]) -> None:
             if values["shape"].tolist() != [rows, columns]:
                 raise BadPart("shape", f"is {values['shape'].tolist()}, its words hold {[rows, columns]}")
-            bytes_NB = values["codes"].view(torch.uint8)
-            values_NK = unpacked(bytes_NB, _PAIRS) if num_bits == 4 else bytes_NB.float().sub_(128)
-            return times_blocks(values_NK, positive(values, "scales"), (1, group))
+            check_scales(values, "scales")
 
-        return StoredTensor((rows, columns), parts, expand)
+        def expand(values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            bytes_NB = values["codes"].view(torch.uint8)
+            values_NK = unpacked(bytes_NB, _INTEGERS) if num_bits == 4 else bytes_NB.float().sub_(128)
+            return times_blocks(values_NK, values["scales"].float(), (1, group))
+
+        return StoredTensor((rows, columns), parts, expand, check=check)
+
+    def kept(self) -> StoredCoding | str:
+        scales = self.folder.scales_of_experts(self.beside[0]) or "bfloat16"
+        return StoredCoding(
+            self.name, "int4" if self.scheme["num_bits"] == 4 else "int8", (1, self.scheme["group_size"]), scales
+        )

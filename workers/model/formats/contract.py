@@ -7,8 +7,10 @@ headers, the bytes that plans count, and what a rank reads, whose digest is over
 - **From the folder's declarations** (`recognises`, `problems`): before anything starts; weights may not be there.
 - **From headers** (`tensors`, `header_problems`): before anything starts, and again on every rank; equal on every rank,
   since ranks compare headers. Nothing is read.
-- **Values** (`StoredTensor.expand`) of one tensor at a time, of stacks one expert at a time: those alone that the rank
-  owns. Each is cast to the model's dtype before the next is read.
+- **Values** (`StoredTensor.check`, `expand`) of one tensor at a time, of stacks one expert at a time: those alone that
+  the rank owns. Each is cast to the model's dtype before the next is read.
+- **Kept as they are** (`kept`): with `stored_weights: keep` a rank holds the parts of its own experts, checked, and
+  what computes them reads codes and scales, or has them expanded on its device in each call.
 """
 
 from __future__ import annotations
@@ -21,16 +23,18 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 if TYPE_CHECKING:
+    from ....dispatch.budgets.stored_coding import StoredCoding
     from .folder import ModelFolder
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """What is cast to the model's dtype where a tensor is stored as it is."""
 
 Expand = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+Check = Callable[[Mapping[str, torch.Tensor]], None]
 
 
 class BadPart(Exception):
-    """Raised by `Expand`: no weights can be made of the values of a part. Whoever reads it names the tensor.
+    """Raised by `Check`: no weights can be made of the values of a part. Whoever reads it names the tensor.
 
     Args:
         part: its name in `StoredTensor.parts`.
@@ -64,11 +68,13 @@ class Part:
         name: in the files.
         dtypes: of which it has to have one, as safetensors names them.
         shape: that it has to have.
+        is_kept: whether `expand` needs it; what does not, `check` alone looks at.
     """
 
     name: str
     dtypes: tuple[str, ...]
     shape: tuple[int, ...]
+    is_kept: bool = True
 
 
 @dataclass(frozen=True)
@@ -78,16 +84,18 @@ class StoredTensor:
     Attributes:
         shape: of that tensor, which is held to the model's.
         parts: what it comes from, by the names that `expand` knows them by.
-        expand: from the parts' values to the tensor's, in any float; `None`: the only part is read as it is. It is
-            called on a loading rank, on CPU tensors, and keeps none of them. Raises `BadPart`.
-        is_stacked: whether the first dimension of the tensor, and of every part, counts experts. `expand` gets the
-            parts of one expert then, without it.
+        expand: from the parts' values to the tensor's, in any float; `None`: the only part is read as it is. It takes
+            tensors of any device, reads no value back to the host, and keeps none of them.
+        is_stacked: whether the first dimension of the tensor, and of every part, counts experts. `expand` and `check`
+            get the parts of one expert then, without it.
+        check: called before, on a loading rank, on CPU tensors; raises `BadPart`.
     """
 
     shape: tuple[int, ...]
     parts: Mapping[str, Part]
     expand: Expand | None = None
     is_stacked: bool = False
+    check: Check | None = None
 
     @property
     def as_it_is(self) -> str | None:
@@ -148,6 +156,14 @@ class CheckpointFormat(ABC):
                 linear module or of experts, which a quantisation is about.
         """
         return []
+
+    def kept(self) -> StoredCoding | str:
+        """What experts are kept as where they stay in their bytes, or why they cannot be.
+
+        Parts of a tensor of experts are then `codes` and `scales`, and `scale` where a weight has one more factor; see
+        `StoredCoding`. Equal on every rank.
+        """
+        return f"weights stored as {self.name} are expanded as they are read"
 
     def held_bytes(self, name: str, parameter: torch.Tensor) -> int:
         """Bytes that a parameter takes on the ranks, all together where it is divided over them.

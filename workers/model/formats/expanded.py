@@ -38,21 +38,37 @@ class ExpandedTensor:
 
     def _expanded(self, expert: Any) -> torch.Tensor:
         """Of one expert of a stack by its number; of anything else by `...`."""
-        expand, parts = self._stored.expand, self._stored.parts
+        expand = self._stored.expand
         assert expand is not None, "a tensor that is stored as it is needs no expanding"
-        absent = [part.name for part in parts.values() if part.name not in self._slices]
-        if absent:
-            raise CheckpointError(f"{len(absent)} weight(s) missing: {', '.join(absent)}")
-        if expert is Ellipsis:
-            values = {name: self._slices[part.name][...] for name, part in parts.items()}
-        else:
-            one = slice(expert, expert + 1)
-            values = {name: self._slices[part.name][(one,)][0] for name, part in parts.items()}
-        try:
-            expanded = expand(values)
-        except BadPart as bad:
-            of_expert = "" if expert is Ellipsis else f" of expert {expert}"
-            raise CheckpointError(f"{parts[bad.part].name}{of_expert} {bad.what}") from bad
+        expanded = expand(checked_values(self._stored, self._slices, expert))
         expected = self._stored.shape[0 if expert is Ellipsis else 1 :]
         assert tuple(expanded.shape) == expected, f"{tuple(expanded.shape)} is not the shape {expected} of the tensor"
         return expanded.to(self._dtype)
+
+
+def checked_values(stored: StoredTensor, slices: Mapping[str, Any], expert: Any = ...) -> dict[str, torch.Tensor]:
+    """The parts' values of a tensor, by name, as weights can have them.
+
+    Args:
+        stored: what the tensor is made of.
+        slices: the files' tensors, by name.
+        expert: number of one of a stack, whose parts are then without that dimension; `...` for anything else.
+
+    Raises:
+        CheckpointError: a part is missing, or has values that none can be; names it.
+    """
+    parts = stored.parts
+    if absent := [part.name for part in parts.values() if part.name not in slices]:
+        raise CheckpointError(f"{len(absent)} weight(s) missing: {', '.join(absent)}")
+    if expert is Ellipsis:
+        values = {name: slices[part.name][...] for name, part in parts.items()}
+    else:
+        one = slice(expert, expert + 1)
+        values = {name: slices[part.name][(one,)][0] for name, part in parts.items()}
+    try:
+        if stored.check is not None:
+            stored.check(values)
+    except BadPart as bad:
+        of_expert = "" if expert is Ellipsis else f" of expert {expert}"
+        raise CheckpointError(f"{parts[bad.part].name}{of_expert} {bad.what}") from bad
+    return values

@@ -6,10 +6,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ....dispatch.budgets.stored_coding import ScalesKind
+from ....dispatch.errors import CheckpointError
 from ..reading import reading
 from ..spec import MODELOPT_FILE
 from ..weight_files import headers_of, open_slices
 from .contract import Header
+
+_SCALES: dict[str, ScalesKind] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 class ModelFolder:
@@ -58,6 +62,19 @@ class ModelFolder:
             CheckpointError: weight files are missing or truncated.
         """
         return headers_of(open_slices(self.path))
+
+    def scales_of_experts(self, ending: str) -> ScalesKind | None:
+        """How the scales of its experts are stored, as headers say; `None` where no weights are there, or none of that.
+
+        Args:
+            ending: of the names of scales.
+        """
+        try:
+            headers = self.headers
+        except CheckpointError:
+            return None
+        found = (one.dtype for name, one in headers.items() if ".experts." in name and name.endswith(ending))
+        return _SCALES.get(next(found, ""))
 
     def _settings(self, file: str) -> dict[str, Any]:
         settings = json.loads((Path(self.path) / file).read_bytes())

@@ -4,16 +4,16 @@ from collections.abc import Mapping
 
 import torch
 
+from ....dispatch.budgets.stored_coding import StoredCoding
 from .contract import Header, Part, StoredTensor
 from .folder import ModelFolder
 from .registry import register
-from .shared.arithmetic import E2M1, pairs_of, positive, times_blocks, unpacked
+from .shared.arithmetic import E2M1, check_scales, times_blocks, unpacked
 from .shared.declarations import ANYTHING, either, setting_problems
 from .shared.module_names import as_transformers, list_problems
 from .shared.quantised import QuantisedFormat
 
 _BLOCK = 32
-_PAIRS = pairs_of(E2M1)
 _FAMILY = "gpt_oss"
 _LIST = "modules_to_not_convert"
 _SERVED = {"quant_method": either("mxfp4"), "dequantize": ANYTHING, _LIST: ANYTHING}
@@ -55,10 +55,17 @@ class Mxfp4Format(QuantisedFormat):
             "codes": Part(f"{stem}_blocks", (self.codes_dtype,), (num_experts, rows, blocks, _BLOCK // 2)),
             "scales": Part(f"{stem}_scales", ("U8",), (num_experts, rows, blocks)),
         }
-        return StoredTensor((num_experts, blocks * _BLOCK, rows), parts, _expanded, is_stacked=True)
+        return StoredTensor((num_experts, blocks * _BLOCK, rows), parts, _expanded, is_stacked=True, check=_check)
+
+    def kept(self) -> StoredCoding | str:
+        return StoredCoding(self.name, "e2m1", (1, _BLOCK), "e8m0")
+
+
+def _check(values: Mapping[str, torch.Tensor]) -> None:
+    check_scales(values, "scales", values["scales"].view(torch.float8_e8m0fnu))
 
 
 def _expanded(values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    scales_NC = positive(values, "scales", values["scales"].view(torch.float8_e8m0fnu))
-    values_NK = unpacked(values["codes"].flatten(1), _PAIRS)
+    scales_NC = values["scales"].view(torch.float8_e8m0fnu).float()
+    values_NK = unpacked(values["codes"].flatten(1), E2M1)
     return times_blocks(values_NK, scales_NC, (1, _BLOCK)).T

@@ -5,17 +5,17 @@ from typing import Any
 
 import torch
 
+from ....dispatch.budgets.stored_coding import StoredCoding
 from ..spec import MODELOPT_FILE
 from .contract import Header, Part, StoredTensor
 from .folder import ModelFolder
 from .registry import register
-from .shared.arithmetic import E2M1, matrix_of, num_blocks, pairs_of, positive, times_blocks, unpacked
+from .shared.arithmetic import E2M1, check_scales, matrix_of, num_blocks, times_blocks, unpacked
 from .shared.declarations import ANYTHING, either, setting_problems, unset_or_empty
 from .shared.module_names import as_modelopt, list_problems
 from .shared.quantised import QuantisedFormat
 
 _BLOCK = 16
-_PAIRS = pairs_of(E2M1)
 _IN_CONFIG = {
     "quant_method": either("modelopt"),
     "quant_algo": either("NVFP4"),
@@ -84,9 +84,17 @@ class Nvfp4Format(QuantisedFormat):
             "scales": Part(f"{stem}.weight_scale", ("F8_E4M3",), (rows, num_blocks(columns, _BLOCK))),
             "scale": Part(f"{stem}.weight_scale_2", ("F32",), ()),
         }
-        return StoredTensor((rows, columns), parts, _expanded)
+        return StoredTensor((rows, columns), parts, _expanded, check=_check)
+
+    def kept(self) -> StoredCoding | str:
+        return StoredCoding(self.name, "e2m1", (1, _BLOCK), "e4m3", has_whole=True)
+
+
+def _check(values: Mapping[str, torch.Tensor]) -> None:
+    check_scales(values, "scales")
+    check_scales(values, "scale")
 
 
 def _expanded(values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    scales_NC = positive(values, "scales") * positive(values, "scale")
-    return times_blocks(unpacked(values["codes"], _PAIRS), scales_NC, (1, _BLOCK))
+    scales_NC = values["scales"].float() * values["scale"].float()
+    return times_blocks(unpacked(values["codes"], E2M1), scales_NC, (1, _BLOCK))

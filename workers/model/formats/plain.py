@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from ....dispatch.budgets.stored_coding import StoredCoding
 from .contract import CheckpointFormat, Header, StoredTensor, stored_as_it_is
 from .folder import ModelFolder
 from .registry import register
@@ -22,6 +23,9 @@ class PlainFormat(CheckpointFormat):
 
     def tensors(self, headers: Mapping[str, Header]) -> dict[str, StoredTensor]:
         return {name: stored_as_it_is(name, header) for name, header in headers.items()}
+
+    def kept(self) -> StoredCoding | str:
+        return "its checkpoint holds weights in floats, not quantised"
 
     def header_problems(self, headers: Mapping[str, Header], taken: Mapping[str, bool]) -> list[str]:
         scales = sorted(name + ending for name in taken for ending in _SCALES if name + ending in headers)

@@ -1,24 +1,25 @@
-"""From stored codes and scales to floats, in float32, on CPU tensors: what all formats share.
+"""From stored codes and scales to floats, in float32, on tensors of any device: what all formats share.
 
 Letters are shapes: `N` rows and `K` columns of a weight, `R` and `C` rows and columns of its scales.
 """
 
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 
 from ..contract import BadPart
 
 _HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1 = torch.tensor((*_HALF, *(-value for value in _HALF)))
+E2M1 = (*_HALF, *(-value for value in _HALF))
 """The values of four bits as floats of two exponent bits and one of mantissa, by code."""
 
 
-def positive(parts: Mapping[str, torch.Tensor], name: str, scales: torch.Tensor | None = None) -> torch.Tensor:
-    """The scales of a part, in float32.
+def check_scales(parts: Mapping[str, torch.Tensor], name: str, scales: torch.Tensor | None = None) -> None:
+    """Refuse scales that no weights can have.
 
     Args:
-        parts: of a tensor that is expanded.
+        parts: of a tensor, on the host.
         name: of the part.
         scales: what its values stand for, where they are not the scales themselves.
 
@@ -27,7 +28,7 @@ def positive(parts: Mapping[str, torch.Tensor], name: str, scales: torch.Tensor 
     """
     found = (parts[name] if scales is None else scales).float()
     if bool((found.isfinite() & (found > 0)).all()):
-        return found
+        return
     wrong = {
         "NaN": found.isnan(),
         "infinite": found.isinf() & (found > 0),
@@ -38,36 +39,45 @@ def positive(parts: Mapping[str, torch.Tensor], name: str, scales: torch.Tensor 
     raise BadPart(name, f"has scales that no weights can have, of {found.numel():,}: {counts}")
 
 
-def values_of_e4m3(parts: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """The values of a part in e4m3, in float32.
-
-    By way of float16, whose bits are those of e4m3 but for one more of the exponent: PyTorch's own cast takes five
-    times as long on CPUs.
+def check_e4m3(parts: Mapping[str, torch.Tensor], name: str) -> None:
+    """Refuse codes of a part, on the host, that are no numbers.
 
     Raises:
         BadPart: one is NaN.
     """
-    codes = parts[name].view(torch.int8)
-    magnitudes = codes & 127
+    magnitudes = parts[name].view(torch.int8) & 127
     if int(magnitudes.max()) == 127:
-        raise BadPart(name, f"has {int((magnitudes == 127).sum()):,} weights of {codes.numel():,} that are NaN")
+        raise BadPart(name, f"has {int((magnitudes == 127).sum()):,} weights of {magnitudes.numel():,} that are NaN")
+
+
+def values_of_e4m3(codes: torch.Tensor) -> torch.Tensor:
+    """The values of codes in e4m3, in float32.
+
+    By way of float16, whose bits are those of e4m3 but for one more of the exponent: PyTorch's own cast takes five
+    times as long on CPUs.
+    """
     # The sign is extended into what the shift puts in its place, and into the bit that float16 has more: that goes.
-    halves = codes.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4080)
+    halves = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4080)
     return halves.view(torch.float16).float().mul_(256)
 
 
-def pairs_of(table_V: torch.Tensor) -> torch.Tensor:
+@cache
+def pairs_of(values_V: tuple[float, ...], device: torch.device) -> torch.Tensor:
     """Values of both codes of each byte, the low one first, from those of codes of four bits, `[16]`.
+
+    Made once for a device: a step that is recorded copies nothing from the host.
 
     Returns:
         `[256]` int64, each with the bits of two float32: they are looked up as one.
     """
-    codes = torch.arange(256)
-    return torch.stack((table_V[codes & 15], table_V[codes >> 4]), -1).view(torch.int64).squeeze(-1)
+    with torch.inference_mode(False):
+        codes, table = torch.arange(256), torch.tensor(values_V)
+        return torch.stack((table[codes & 15], table[codes >> 4]), -1).view(torch.int64).squeeze(-1).to(device)
 
 
-def unpacked(bytes_NB: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+def unpacked(bytes_NB: torch.Tensor, values_V: tuple[float, ...]) -> torch.Tensor:
     """`[N, 2 B]` values of `[N, B]` bytes, each of two codes; see `pairs_of`."""
+    pairs = pairs_of(values_V, bytes_NB.device)
     return pairs.index_select(0, bytes_NB.reshape(-1).int()).view(torch.float32).reshape(bytes_NB.shape[0], -1)
 
 

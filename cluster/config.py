@@ -101,7 +101,8 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         dtype: of weights and computation; unset: the checkpoint's.
         weights: `checkpoint`, or `random` to measure a pool with nothing but the model's `config.json`.
         stored_weights: of quantised checkpoints: `expand` holds experts in the model's dtype; `keep` holds them in the
-            bytes of their files, or refuses what cannot be kept; `auto` keeps them on GPUs where kernels read them.
+            bytes of their files, or refuses what cannot be kept; `auto` keeps them on GPUs where kernels read them. It
+            is no default while those kernels have not run on a GPU here.
         dispatch: how tokens reach their experts. `measured` measures the ways there are at start-up and takes the best
             for each number of rows; `auto` is that on GPUs, and the all-gather on CPUs.
         experts: what computes them; `auto` is PyTorch, and where paths are measured whatever is fastest. `cutedsl` is
@@ -133,7 +134,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attn_tp_size: int = 1
     dtype: DTypeName | None = None
     weights: WeightsName = "checkpoint"
-    stored_weights: StoredWeightsName = "auto"
+    stored_weights: StoredWeightsName = "expand"
     dispatch: str = AUTO
     experts: str = AUTO
     quantisation: QuantisationKind = "none"

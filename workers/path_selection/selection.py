@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from ...dispatch.budgets.stored_coding import weights_kind
+from ...dispatch.budgets.stored_coding import PLAIN, weights_kind
 from ...dispatch.errors import ConfigError
 from ...dispatch.expert_path import ExpertPath, MemberPath
 from ...dispatch.moe import MoeExchange
@@ -299,7 +299,7 @@ class PathSelection:
         parts = (
             f"{config.layout.dp_size} x {config.layout.attn_tp_size} ranks",
             ", ".join(f"{shapes.count(shape)} x ({shape})" for shape in dict.fromkeys(shapes)),
-            f"{config.spec.dtype}, quantisation {config.quantisation}, experts {weights_kind(config.stored)}",
+            f"{config.spec.dtype}, quantisation {config.quantisation}, experts {config.stored or PLAIN}",
             f"rows {measured_rows(config.limits, config.layout, config.capacity)}",
             f"paths {', '.join(map(str, names))}",
             f"within {config.tuning.max_bytes} bytes, {config.tuning.repeats} repeats",

@@ -124,7 +124,8 @@ def cut(output: Path) -> tuple[Path, str]:
     return copy, "somebody changed it while this run wrote it"
 
 
-@pytest.mark.parametrize("taken_away", [pytest.param(moved, marks=pytest.mark.long), cut])
+@pytest.mark.long
+@pytest.mark.parametrize("taken_away", [moved, cut])
 def test_an_output_that_goes_away_ends_the_run_with_the_count_of_what_it_held_and_nothing_of_rays(taken_away, long_job):
     output, arguments = long_job
     run = Run(*arguments, "--max-running-requests", "1")

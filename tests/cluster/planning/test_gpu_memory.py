@@ -85,10 +85,11 @@ def test_a_ready_made_pool_fits_in_141_gb_with_room_for_what_no_plan_knows(pool)
     assert config.placement.gpu_memory_bytes == H200_BYTES
     assert config.worker.device == "cuda"
     assert config.ranks == int(pool.split("_")[-2])
-    output = plan(pool, "--weights", "random")
+    output = plan(pool)
     [(left, available)] = re.findall(r"fits: ([\d,]+) of ([\d,]+) bytes are left", output)
     assert int(left.replace(",", "")) + H200_BYTES - int(available.replace(",", "")) > MARGIN_BYTES
-    assert "would" not in output
+    [refused] = [line for line in output.splitlines() if "would" in line]
+    assert "weight files missing" in refused, "geometry/ has none, and nothing else is wrong"
 
 
 def test_the_table_in_the_readme_of_the_pools_is_what_is_planned():

@@ -211,6 +211,7 @@ def test_a_rank_that_cannot_load_is_named_and_leaves_nothing_behind(random_model
     assert placement_groups() == set()
 
 
+@pytest.mark.long
 def test_a_pool_whose_weights_were_replaced_does_not_go_on_with_others(random_models, tmp_path):
     """A rank dies, and those that take its place find a file of the same size and header with other values."""
     folder = Path(shutil.copytree(random_models["qwen3_moe"], tmp_path / "model"))

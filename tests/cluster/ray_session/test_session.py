@@ -124,6 +124,7 @@ def test_a_cluster_that_left_only_its_address_is_found_dead_at_once(address, fou
         join_ray(address, SAID.append)
 
 
+@pytest.mark.long
 def test_clusters_that_are_only_found_are_passed_over_and_one_of_another_version_is_refused_if_it_is_given(
     found, head_of_another_version, monkeypatch
 ):

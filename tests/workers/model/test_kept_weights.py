@@ -145,6 +145,7 @@ def test_a_rank_reports_what_it_holds_and_status_and_plan_say_so(written):
     assert "block_fp8 expanded to float32" in said
 
 
+@pytest.mark.long
 def test_memory_of_loading_is_that_of_the_bytes_and_not_of_what_they_stand_for(tmp_path):
     """Experts of 600 MB expanded take 150 as they are stored."""
     sizes = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 32, "num_hidden_layers": 3}
@@ -202,8 +203,11 @@ def test_what_cannot_be_kept_is_refused_before_anything_starts(written, random_m
     )
 
 
+OPEN = {"dtype": "bfloat16", "stored_weights": "auto"}
+
+
 def resolved(folder: Path | str, device: str = "cuda", **settings: Any) -> tuple[str | None, str, str]:
-    config = PoolConfig(model=str(folder), worker=WorkerConfig(device=device), **{"dtype": "bfloat16"} | settings)
+    config = PoolConfig(model=str(folder), worker=WorkerConfig(device=device), **OPEN | settings)
     found = resolve_unchecked(config, inspect_model(str(folder), config.dtype))
     return (None if found.stored is None else found.stored.format), found.experts, found.dispatch
 
@@ -298,7 +302,8 @@ def generated_and_left(engine: RankEngine) -> tuple[dict[int, tuple[int, ...]], 
 def test_experts_from_elsewhere_read_what_is_kept_and_then_it_is_given_up(kept_reader, written):
     """`auto` takes them wherever they run, and keeps what they read."""
     folder, expanded = written("block_fp8", "qwen3_moe")
-    config = PoolConfig(model=str(folder), ranks=2, plugins=(kept_reader,), limits=LIMITS, dtype="float32")
+    settings = {"plugins": (kept_reader,), "stored_weights": "auto", "dtype": "float32"}
+    config = PoolConfig(model=str(folder), ranks=2, limits=LIMITS, **settings)
     found = run_on_ranks(config, generated_and_left, graphs=False)
     reference = Reference(str(expanded))
     assert found[0][0] == {key: reference.greedy(prompt, NEW_TOKENS) for key, prompt in enumerate(PROMPTS)}

@@ -28,8 +28,8 @@ SLACK = 300 << 20
 
 
 @pytest.fixture(scope="module")
-def large_models(tmp_path_factory) -> Iterator[dict[str, str]]:
-    """About 800 MB in float32, nearly all of it experts, in shards; and the same in block fp8."""
+def plain(tmp_path_factory) -> Iterator[Path]:
+    """About 800 MB in float32, nearly all of it experts, in shards."""
     folder = tmp_path_factory.mktemp("large")
     config = Qwen3MoeConfig(
         num_hidden_layers=4,
@@ -46,11 +46,18 @@ def large_models(tmp_path_factory) -> Iterator[dict[str, str]]:
         torch.nn.init.constant_(parameter, 0.01)
     model.save_pretrained(folder, max_shard_size="100MB")
     del model
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def block_fp8(plain, tmp_path_factory) -> Iterator[Path]:
+    """The same model in block fp8."""
     stored = tmp_path_factory.mktemp("stored")
-    shutil.copy(folder / "config.json", stored)
+    shutil.copy(plain / "config.json", stored)
     change_json(stored / "config.json", lambda config: config | {"quantization_config": LARGE_FP8})
     weight_map = {}
-    for file in folder.glob("*.safetensors"):
+    for file in plain.glob("*.safetensors"):
         weights = load_file(file)
         for name in [name for name in weights if ".experts." in name]:
             rows, columns = weights[name].shape
@@ -59,8 +66,7 @@ def large_models(tmp_path_factory) -> Iterator[dict[str, str]]:
         save_file(weights, stored / file.name, {"format": "pt"})
         weight_map |= dict.fromkeys(weights, file.name)
     (stored / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    yield {"plain": str(folder), "block_fp8": str(stored)}
-    shutil.rmtree(folder)
+    yield stored
     shutil.rmtree(stored)
 
 
@@ -108,9 +114,9 @@ def _load(config: RankConfig, rank: int, rendezvouses: Any, reports: Any, reads_
         time.sleep(2)  # the store of rank 0 is there until all have said so
 
 
-@pytest.mark.parametrize("stored", ["plain", "block_fp8"])
-def test_a_rank_reads_its_own_experts_and_needs_little_more_memory_than_they_take(stored, large_models):
-    large_model = large_models[stored]
+@pytest.mark.parametrize("stored", ["plain", pytest.param("block_fp8", marks=pytest.mark.long)])
+def test_a_rank_reads_its_own_experts_and_needs_little_more_memory_than_they_take(stored, request):
+    large_model = str(request.getfixturevalue(stored))
     config = PoolConfig(model=large_model, ranks=RANKS, cache=CacheConfig(num_tokens=512), limits=Limits(64, 8))
     spec = inspect_model(large_model)
     on_disk = sum(file.stat().st_size for file in Path(large_model).glob("*.safetensors"))

@@ -26,7 +26,7 @@ from ...dispatch.errors import CheckpointError
 from ...dispatch.experts.expert_weights import stacked_parameters
 from ...dispatch.experts.kept_experts import KeptExperts, KeptStack
 from ...dispatch.moe import MoeExchange
-from .formats.contract import CheckpointFormat, StoredTensor
+from .formats.contract import CheckpointFormat, Header, Part, StoredTensor
 from .formats.expanded import checked_values
 from .spec import MoeShape
 
@@ -135,7 +135,25 @@ def kept_or_reason(
     tensors = [stored[name] for source in sources.values() for piece in source.pieces for name in piece]
     if len(sources) < len(wanted) or any(one.expand is None for one in tensors):
         return "not all of its experts are quantised"
-    return coding
+    return _unlike(sources, stored, checkpoint_format.folder.headers) or coding
+
+
+def _unlike(
+    sources: Mapping[str, StackSource], stored: Mapping[str, StoredTensor], headers: Mapping[str, Header]
+) -> str | None:
+    """Why the experts of a layer do not stack as they are stored, if they do not: a stack has one dtype and shape."""
+    for source in sources.values():
+        seen: dict[str, Part] = {}
+        for name in (name for piece in source.pieces for name in piece):
+            for label, part in stored[name].parts.items():
+                other = seen.setdefault(label, part)
+                first, own = headers.get(other.name), headers.get(part.name)  # one that is missing is said elsewhere
+                if part.is_kept and first is not None and own is not None and first != own:
+                    return (
+                        f"experts of a layer are not stored alike: {other.name} is {first.dtype} {list(first.shape)}, "
+                        f"{part.name} {own.dtype} {list(own.shape)}"
+                    )
+    return None
 
 
 class KeptWeights:

@@ -1,6 +1,7 @@
 """The safetensors files of a model folder: which they are, and their tensors as lazy slices and headers."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ...dispatch.errors import CheckpointError
+from ..observing.printable import one_line
 from .formats.contract import Header
 from .weights_digest import DigestedSlice, WeightsDigest
+
+_LONGEST_NAME = 100
 
 
 def weight_files(path: str) -> list[Path]:
@@ -33,7 +37,8 @@ def weight_files(path: str) -> list[Path]:
             files = [folder / name for name in sorted(set(weight_map.values()))]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"model={path!r}: {first} cannot be read: {error!r}") from error
-    missing = [file.name for file in files if not file.is_file()]
+    # A name may be longer than a file system takes, which is an error for `Path.is_file`.
+    missing = [one_line(file.name, _LONGEST_NAME) for file in files if not os.path.isfile(file)]
     if missing:
         hint = "" if is_index else " (weights have to be in safetensors format)"
         raise CheckpointError(f"model={path!r}: weight files missing: {', '.join(missing)}{hint}")
@@ -67,9 +72,10 @@ def open_slices(path: str, digest: WeightsDigest | None = None) -> dict[str, Any
         digest: takes in whatever is read of them.
 
     Raises:
-        CheckpointError: a file is missing, truncated or not in safetensors format.
+        CheckpointError: a file is missing, truncated or not in safetensors format, or a tensor is in two of them.
     """
     slices: dict[str, Any] = {}
+    file_of: dict[str, str] = {}
     for file in weight_files(path):
         try:
             handle = safe_open(file, framework="pt", device="cpu", backend="pread")
@@ -78,6 +84,12 @@ def open_slices(path: str, digest: WeightsDigest | None = None) -> dict[str, Any
             raise CheckpointError(
                 f"model={path!r}: {file.name} is truncated or not in safetensors format: {error}"
             ) from error
+        if twice := sorted(opened.keys() & slices.keys()):
+            raise CheckpointError(
+                f"model={path!r}: {len(twice)} tensor(s) in two files: {twice[0]} is in {file_of[twice[0]]} and in "
+                f"{file.name}; take away the file that is not of this checkpoint"
+            )
+        file_of |= dict.fromkeys(opened, file.name)
         if digest is not None:
             opened = {name: DigestedSlice(piece, file.name, name, digest) for name, piece in opened.items()}
         slices.update(opened)

@@ -19,6 +19,12 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
+def one_line(text: str, longest: int) -> str:
+    """The text as it may stand inside a line, cut where it is longer."""
+    line = printable(text).replace("\n", "\\n")
+    return f"{line[:longest]}..." if len(line) > longest else line
+
+
 def told(error: BaseException) -> str:
     """What a library raised, in one printable line: its type, and its message without the frames of C++ that PyTorch
     appends."""

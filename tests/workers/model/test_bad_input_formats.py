@@ -13,6 +13,7 @@ from expert_pool.cluster.config import resolve
 from expert_pool.dispatch.errors import CheckpointError
 from expert_pool.workers.model.checkpoint import check_weights
 from expert_pool.workers.model.inspection import inspect_model
+from safetensors.torch import load_file, save_file
 from stored_checkpoints import (
     BLOCK_FP8,
     FORMATS,
@@ -150,6 +151,16 @@ OF_SHAPE = "1 weight(s) of the wrong shape: "
             beside("1.self_attn.k_proj.weight", "1.self_attn.k_proj.k_scale"),
             "1 are scales of a quantised KV cache, which is not served: model.layers.1.self_attn.k_proj.k_scale",
         ),
+        (
+            "mxfp4",
+            lambda weights: weights.update({STACK: torch.zeros(4, 64, 32)}),
+            f"1 are stored plainly beside their codes: {STACK}",
+        ),
+        (
+            "compressed_int",
+            lambda weights: weights.update({f"{EXPERT}.weight": torch.zeros(64, 32)}),
+            f"1 are stored plainly beside their codes: {EXPERT}",
+        ),
     ],
 )
 def test_tensors_that_are_not_what_the_format_has_are_named(name, change, said, damaged):
@@ -243,6 +254,7 @@ ALONE = [*BLOCK_FP8.items(), ("modules_to_not_convert", ["lm_head", "model.layer
             "ignore has 're:(', which is no pattern (missing ), unterminated",
         ),
         ("compressed_fp8", {**FP8, "ignore": ["Embedding"]}, "ignore has Embedding: of classes, Linear alone is known"),
+        ("compressed_fp8", {**FP8, "two\nlines": 1}, "two\\nlines=1 of quantization_config is not known"),
     ],
 )
 def test_declarations_that_are_not_served_or_not_so_are_named(name, config, said, damaged):
@@ -321,6 +333,14 @@ def test_mxfp4_of_another_family(damaged):
     assert "is stored as mxfp4: its family is 'qwen3_moe': it is read for 'gpt_oss' alone" in said
 
 
+def test_a_tensor_in_two_files_is_not_read_from_the_last_of_them(damaged):
+    folder = damaged("mxfp4")
+    first, second = sorted(folder.glob("*.safetensors"))
+    stale = load_file(second) | {f"{STACK}_blocks": torch.zeros_like(load_file(first)[f"{STACK}_blocks"])}
+    save_file(stale, second, {"format": "pt"})
+    assert f"1 tensor(s) in two files: {STACK}_blocks is in {first.name} and in {second.name}" in said_of(folder)
+
+
 def test_the_command_line_says_it_in_one_line_before_anything_starts(damaged, refused, prompts_file, tmp_path):
     folder = damaged("nvfp4", without(f"{EXPERT}.weight_scale_2"))
     prompts = prompts_file({"prompt_token_ids": [5]})
@@ -335,6 +355,12 @@ def test_the_command_line_says_it_in_one_line_before_anything_starts(damaged, re
         ("mxfp4", f"{STACK}_scales", 255, "of expert 1 has scales that no weights can have, of 64: 1 NaN"),
         ("compressed_fp8", SCALE, float("nan"), "has scales that no weights can have, of 64: 1 NaN"),
         ("nvfp4", f"{EXPERT}.weight_scale_2", -1.0, "has scales that no weights can have, of 1: 1 negative"),
+        (
+            "block_fp8",
+            f"{EXPERT}.weight_scale_inv",
+            3e38,
+            "has scales that no weights can have, of 1: 1 so large that codes times it are infinite",
+        ),
         ("block_fp8", f"{EXPERT}.weight", float("nan"), "has 1 weights of 2,048 that are NaN"),
         ("compressed_int", f"{EXPERT}.weight_shape", 3, "is [3, 32], its words hold [64, 32]"),
     ],

@@ -297,6 +297,20 @@ def test_an_index_that_cannot_be_read(content, said_of, copied):
     assert f"{INDEX} cannot be read" in said_of(folder)
 
 
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("x" * 5000, f"weight files missing: {'x' * 100}..."),
+        ("two\nlines.safetensors", "weight files missing: two\\nlines.safetensors"),
+    ],
+    ids=["longer than names are", "of two lines"],
+)
+def test_an_index_that_names_no_file_which_there_could_be(file, said, said_of, copied):
+    folder = copied()
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": file}}))
+    assert said in said_of(folder)
+
+
 def single_file(folder: Path) -> None:
     """The weights in one file as well; shards and index stay."""
     weights: Weights = {}

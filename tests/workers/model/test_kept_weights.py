@@ -174,6 +174,16 @@ def test_scales_that_no_weights_can_have_are_named_on_every_rank(written, tmp_pa
     assert str(raised.value).count("experts.3.up_proj.weight_scale_inv") >= 2
 
 
+def test_experts_that_are_not_stored_alike_are_expanded_and_not_kept(written, tmp_path):
+    """A stack has one dtype: scales of others would be rounded to the first expert's."""
+    folder = Path(shutil.copytree(written("block_fp8", "qwen3_moe")[0], tmp_path / "model"))
+    scale = "model.layers.1.mlp.experts.0.down_proj.weight_scale_inv"
+    rewrite(folder, lambda weights: weights.update({scale: weights[scale].bfloat16()}))
+    said = f"experts of a layer are not stored alike: {scale} is BF16"
+    assert said in refusal_of(keeping(folder))
+    resolve(PoolConfig(model=str(folder), stored_weights="expand"), inspect_model(str(folder)))
+
+
 def refusal_of(config: PoolConfig) -> str:
     with pytest.raises(ConfigError) as refused:
         resolve(config, inspect_model(config.model, config.dtype))

@@ -13,6 +13,8 @@ from ..contract import BadPart
 _HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_HALF, *(-value for value in _HALF))
 """The values of four bits as floats of two exponent bits and one of mantissa, by code."""
+# Times the largest code of any format it is a number still.
+_MOST_SCALE = torch.finfo(torch.float32).max / torch.finfo(torch.float8_e4m3fn).max
 
 
 def check_scales(parts: Mapping[str, torch.Tensor], name: str, scales: torch.Tensor | None = None) -> None:
@@ -24,16 +26,17 @@ def check_scales(parts: Mapping[str, torch.Tensor], name: str, scales: torch.Ten
         scales: what its values stand for, where they are not the scales themselves.
 
     Raises:
-        BadPart: one is NaN, infinite, zero or negative.
+        BadPart: one is NaN, infinite, zero or negative, or makes weights infinite.
     """
     found = (parts[name] if scales is None else scales).float()
-    if bool((found.isfinite() & (found > 0)).all()):
+    if bool(((found <= _MOST_SCALE) & (found > 0)).all()):
         return
     wrong = {
         "NaN": found.isnan(),
         "infinite": found.isinf() & (found > 0),
         "zero": found == 0,
         "negative": found < 0,
+        "so large that codes times it are infinite": found.isfinite() & (found > _MOST_SCALE),
     }
     counts = ", ".join(f"{int(where.sum()):,} {what}" for what, where in wrong.items() if where.any())
     raise BadPart(name, f"has scales that no weights can have, of {found.numel():,}: {counts}")

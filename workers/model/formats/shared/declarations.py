@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ....observing.printable import one_line
+
 
 @dataclass(frozen=True)
 class Served:
@@ -49,5 +51,7 @@ def setting_problems(where: str, settings: Any, served: Mapping[str, Served]) ->
         if not one.test(settings.get(name))
     ]
     return problems + [
-        f"{name}={value!r:.60} of {where} is not known" for name, value in settings.items() if name not in served
+        f"{one_line(name, 60)}={value!r:.60} of {where} is not known"
+        for name, value in settings.items()
+        if name not in served
     ]

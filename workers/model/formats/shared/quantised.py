@@ -74,6 +74,9 @@ class QuantisedFormat(CheckpointFormat):
             "stored plainly, and not left alone": [stem for stem in plain if not self.leaves_alone(stem)],
             "to be left alone, and quantised": [stem for stem in quantised if self.leaves_alone(stem)],
             "with experts in two formats": _mixed(quantised, plain),
+            "stored plainly beside their codes": [
+                stem for stem in quantised if self.plain != self.codes and stem + self.plain in headers
+            ],
             f"of no use that {self.name} has for them": self._unknown(headers, quantised),
             "scales of a quantised KV cache, which is not served": [
                 name for name in headers if name.endswith(_OF_CACHES)

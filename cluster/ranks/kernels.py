@@ -66,7 +66,7 @@ async def prepare_kernels(
     missing = {status.name: status for lacking in chosen.values() for status in lacking}
     labels = ", ".join(sorted({status.label for status in missing.values()}))
     folders = ", ".join(sorted({status.cached_in for status in missing.values()}))
-    yield (f"compiling {len(missing)} kernel modules on first use ({labels}), one rank a node; cached in {folders}")
+    yield f"compiling {len(missing)} kernel modules on first use ({labels}), one rank a node; cached in {folders}"
     started = time.monotonic()
     calls = {rank: asyncio.ensure_future(call(rank, "build_kernels")) for rank in chosen}
     try:

@@ -11,11 +11,13 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from models import save_random_model
 from safetensors.torch import load_file, save_file
 
 Weights = dict[str, torch.Tensor]
@@ -336,6 +338,22 @@ def write_stored(plain: Path, folder: Path, stored: Stored) -> tuple[Path, Path]
     for file_name, content in stored.others.items():
         (quantised / file_name).write_text(json.dumps(content))
     return quantised, expanded
+
+
+def writer(make_folder: Callable[[str], Path]) -> Callable[[str, str], tuple[Path, Path]]:
+    """What writes a checkpoint of a format and a family, and its expanded twin, each once, into folders of its own."""
+
+    @cache
+    def plain(family: str) -> Path:
+        folder = make_folder(family)
+        save_random_model(family, folder, **SIZES[family])
+        return folder
+
+    @cache
+    def write(stored: str, family: str) -> tuple[Path, Path]:
+        return write_stored(plain(family), make_folder(stored.replace(" ", "_")), FORMATS[stored])
+
+    return write
 
 
 def save_in_two(weights: Weights, folder: Path) -> None:

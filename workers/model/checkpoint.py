@@ -16,12 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import DistributedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    convert_and_load_state_dict_in_model,
-    rename_source_key,
-)
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.distributed.expert_parallel import EPImplementationInterface, apply_expert_parallelism
 from transformers.modeling_utils import LoadStateDictConfig
 
@@ -36,6 +31,7 @@ from .formats.expanded import ExpandedTensor
 from .formats.registry import format_of
 from .inspection import build_meta_model, expert_parallel_plan, read_config
 from .kept_weights import KeptWeights, StackSources, stacks_of
+from .renaming import Renaming
 from .spec import ModelSpec, MoeShape
 from .weight_files import headers_of, open_slices
 from .weights_digest import WeightsDigest
@@ -93,25 +89,11 @@ def check_weights(spec: ModelSpec) -> None:
 def _are_projections(model: PreTrainedModel, names: Iterable[str]) -> dict[str, bool]:
     """Of tensors that the loader takes, by their names in the files: whether they are weights of linear modules or of
     experts."""
-    state, mapping = model.state_dict(), get_model_conversion_mapping(model)
-    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, WeightConverter)]
-    experts = {name for name in expert_parallel_plan(model) if name in state and state[name].dim() == 3}
+    renamed = Renaming(model)
+    experts = {name for name in expert_parallel_plan(model) if name in renamed.state and renamed.state[name].dim() == 3}
     linear = {f"{name}.weight" for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)}
-
-    def is_projection(name: str) -> bool:
-        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
-        return renamed in experts or renamed in linear
-
-    # Experts are many, and all of one layer are renamed alike.
-    of_first: dict[str, bool] = {}
-    found = {}
-    for name in names:
-        first = re.sub(r"(\bexperts\.)\d+\.", r"\g<1>0.", name)
-        if first not in of_first:
-            of_first[first] = is_projection(first)
-        found[name] = of_first[first]
-    return found
+    projections = experts | linear
+    return {name: renamed(name)[0] in projections for name in names}
 
 
 def _refuse_parts(

@@ -4,21 +4,16 @@ How files' tensors become the stacks of a family's experts is Transformers' own 
 it; what is converted otherwise than by stacking experts, and gate above up, is not kept.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
     dot_natural_key,
-    rename_source_key,
 )
 
 from ...dispatch.budgets.stored_coding import StoredCoding
@@ -28,6 +23,7 @@ from ...dispatch.experts.kept_experts import KeptExperts, KeptStack
 from ...dispatch.moe import MoeExchange
 from .formats.contract import CheckpointFormat, Header, Part, StoredTensor
 from .formats.expanded import checked_values
+from .renaming import Renaming
 from .spec import MoeShape
 
 
@@ -51,10 +47,7 @@ class StackSources:
     """
 
     def __init__(self, model: PreTrainedModel):
-        mapping = get_model_conversion_mapping(model)
-        self._renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-        self._converters = [one for one in mapping if isinstance(one, WeightConverter)]
-        self._prefix, self._state = model.base_model_prefix, model.state_dict()
+        self._renamed = Renaming(model)
 
     def find(self, names: Sequence[str], stacks: Sequence[str]) -> dict[str, StackSource]:
         """What each stack is made of, of those that anything is made of.
@@ -67,13 +60,8 @@ class StackSources:
             CheckpointError: one is made otherwise than by stacking.
         """
         wanted, found = set(stacks), dict[str, dict[str | None, list[str]]]()
-        # Experts are many, and all of one layer are renamed alike.
-        of_first: dict[str, tuple[str, str | None]] = {}
         for name in sorted(names, key=dot_natural_key):
-            first = re.sub(r"(\bexperts\.)\d+\.", r"\g<1>0.", name)
-            if first not in of_first:
-                of_first[first] = rename_source_key(first, self._renamings, self._converters, self._prefix, self._state)
-            target, pattern = of_first[first]
+            target, pattern = self._renamed(name)
             if target in wanted:
                 found.setdefault(target, {}).setdefault(pattern, []).append(name)
         return {target: self._source_of(target, by_pattern) for target, by_pattern in found.items()}
@@ -82,7 +70,7 @@ class StackSources:
         if None in by_pattern:
             return StackSource(tuple((name,) for name in by_pattern[None]))
         # As the loader looks converters up.
-        by_source = {pattern: one for one in self._converters for pattern in one.source_patterns}
+        by_source = {pattern: one for one in self._renamed.converters for pattern in one.source_patterns}
         converter = by_source[next(pattern for pattern in by_pattern if pattern is not None)]
         ways = [(type(one), one.dim) for one in converter.operations if isinstance(one, MergeModulelist | Concatenate)]
         is_whole = len(ways) == len(converter.operations)

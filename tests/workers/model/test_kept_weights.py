@@ -4,7 +4,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,30 +26,18 @@ from handle import exchange_of, keep_registries, path_of, target_of
 from models import VOCAB_SIZE, save_random_model
 from plain_ranks import ForkedRanks, run_on_ranks
 from rank_insides import run_script
-from stored_checkpoints import FORMATS, PAIRS, SIZES, load_all_of, rewrite, write_stored
+from stored_checkpoints import FORMATS, PAIRS, load_all_of, rewrite, write_stored, writer
 from test_loading import load_all
 
 PROMPTS = [[(7 * length + 3 * at) % (VOCAB_SIZE - 2) + 2 for at in range(length)] for length in (1, 17, 40)]
 NEW_TOKENS = 8
 LIMITS = Limits(chunked_prefill_size=64, max_running_requests=4)
-Pair = tuple[Path, Path]
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory) -> Callable[[str, str], Pair]:
-    """A stored checkpoint and its expanded twin; each is written once."""
-
-    @cache
-    def plain(family: str) -> Path:
-        folder = tmp_path_factory.mktemp(family)
-        save_random_model(family, folder, **SIZES[family])
-        return folder
-
-    @cache
-    def write(stored: str, family: str) -> Pair:
-        return write_stored(plain(family), tmp_path_factory.mktemp(stored.replace(" ", "_")), FORMATS[stored])
-
-    return write
+def written(tmp_path_factory) -> Callable[[str, str], tuple[Path, Path]]:
+    """A stored checkpoint and its expanded twin, by format and family."""
+    return writer(tmp_path_factory.mktemp)
 
 
 def keeping(folder: Path, **settings: Any) -> PoolConfig:

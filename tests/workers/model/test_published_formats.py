@@ -4,7 +4,6 @@ import os
 import random
 import shutil
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -22,33 +21,21 @@ from expert_pool.workers.model.formats.shared.arithmetic import E2M1 as arithmet
 from expert_pool.workers.model.formats.shared.arithmetic import times_blocks, unpacked, values_of_e4m3
 from expert_pool.workers.model.inspection import inspect_model
 from expert_pool.workers.model.weight_files import headers_of, open_slices
-from models import VOCAB_SIZE, save_random_model
+from models import VOCAB_SIZE
 from plain_ranks import ForkedRanks
 from rank_insides import run_script
 from safetensors.torch import load_file
-from stored_checkpoints import E2M1, E4M3, FORMATS, PAIRS, SIZES, as_e4m3, change_json, write_stored
+from stored_checkpoints import E2M1, E4M3, PAIRS, as_e4m3, change_json, writer
 
 LAYOUTS = ((1, 1), (2, 1), (4, 1), (4, 2))
 PROMPTS = [[(7 * length + 3 * at) % (VOCAB_SIZE - 2) + 2 for at in range(length)] for length in (1, 17, 40, 150)]
 NEW_TOKENS = 12
-Pair = tuple[Path, Path]
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory) -> Callable[[str, str], Pair]:
-    """A stored checkpoint and its expanded twin; each is written once."""
-
-    @cache
-    def plain(family: str) -> Path:
-        folder = tmp_path_factory.mktemp(family)
-        save_random_model(family, folder, **SIZES[family])
-        return folder
-
-    @cache
-    def write(stored: str, family: str) -> Pair:
-        return write_stored(plain(family), tmp_path_factory.mktemp(stored.replace(" ", "_")), FORMATS[stored])
-
-    return write
+def written(tmp_path_factory) -> Callable[[str, str], tuple[Path, Path]]:
+    """A stored checkpoint and its expanded twin, by format and family."""
+    return writer(tmp_path_factory.mktemp)
 
 
 def read_of(path: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
